@@ -41,7 +41,6 @@ from torch.utils import _triton
 from wrapper_code import Replay, triton_kernels
 
 from titan_lite.compile import backends
-from titan_lite.compile.backends import FUSED_PRODUCTS
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.segments import BoxedFunction, CutGraph, Program, SegmentCall, Structure
 from titan_lite.compile.settings import PassSettings
@@ -51,6 +50,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import passes_of
 from titan_lite.distributed.pipeline_schedule import backwards_of
+from titan_lite.features.async_tp.fused_products import FUSED_PRODUCTS
 from titan_lite.graph import aten
 from titan_lite.tools.plan.trace import (
     PlannedLayout,

@@ -150,6 +150,14 @@ class Feature:
         """Return the passes on each graph of a compiled model (compile/schedule.py), changed."""
         return passes
 
+    def inductor_settings(
+        self, config: Config, model: Transformer, mesh: DeviceMesh
+    ) -> Mapping[str, object]:
+        """Return settings of Inductor for the graphs of a stage, beside its own. Compilation may
+        then communicate. mesh: of all axes.
+        """
+        return {}
+
     def repeats_steps(self, config: Config) -> bool:
         """Return True if forward and backward of a step may run again (StepPart.repeat): other
         graphs are then made for that.
@@ -175,9 +183,9 @@ class Feature:
     # `titan-lite verify` and `titan-lite plan`
 
     def without_approximation(self, config: Config) -> tuple[Config, str]:
-        """Return the recipe for a few steps that are compared with one process, and what to say
-        that it is without: what only approximates; "" for nothing. All else that the feature does
-        is in the first step.
+        """Return the recipe for a few steps on CPUs that are compared with one process, and what to
+        say that it is without: what only approximates; "" for nothing. All else that the feature
+        does is in the first step.
         """
         return config, ""
 
@@ -190,6 +198,12 @@ class Feature:
     def mistakes_on(self, config: Config, machine: Machine) -> Iterable[Mistake]:
         """Return mistakes of the recipe on a machine that it is planned for."""
         return ()
+
+    def turned_off_by(self, change: Mapping[str, str]) -> Mapping[str, str]:
+        """Return what else a planned change of a recipe changes: keys that turn off what would have
+        no effect, which is an error. change: values by key, as on the command line.
+        """
+        return {}
 
     def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
         """Return what the feature keeps for a shard of this shape."""

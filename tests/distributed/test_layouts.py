@@ -13,10 +13,10 @@ from packed_attention import packed_attention
 from parity import gathered_apart
 from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY, release_unless_first
 
-from titan_lite.compile.passes import token_chunks as chunking
 from titan_lite.config import load_config
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.stage import Stage
+from titan_lite.features.async_tp import token_chunks as chunking
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run

@@ -292,12 +292,13 @@ PRICED = (  # need seconds, or hand on what has them
     "compile.schedule",
     "compile.settings",
     "cost",
+    "features.async_tp",
     "features.cost_buckets",
     "rules.compile",
     "tools",
     "trainer",
 )
-WITHOUT_PRICES = ("bucketing", "fused_collectives", "resharding")  # of those passes
+WITHOUT_PRICES = ("bucketing", "resharding")  # of those passes
 
 
 def importers_of_prices(package):

@@ -22,8 +22,6 @@ import torch
 from torch._dynamo.utils import counters, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.compile.compiled_model import Backend
@@ -35,26 +33,9 @@ from titan_lite.compile.segments import (
     CutGraph,
     Segment,
     Structure,
-    is_fused,
     is_outside,
 )
-from titan_lite.config import ConfigError
 from titan_lite.graph import parameter_all_gathers
-
-FUSED_PRODUCTS = (
-    "symm_mem.fused_all_gather_matmul.default",
-    "symm_mem.fused_matmul_reduce_scatter.default",
-)
-
-
-class ExpectFusedProducts(CustomGraphPass):
-    """`expect_fused_products` as a pass of Inductor, with a key for Inductor's cache."""
-
-    def __call__(self, graph: Graph) -> None:
-        expect_fused_products(graph)
-
-    def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
 
 
 @dataclass(frozen=True)
@@ -86,28 +67,22 @@ def as_traced(graph: GraphModule) -> BoxedFunction:
     return run
 
 
-def inductor_backend(schedule: Schedule, async_tensor_parallel_group: str = "") -> Backend:
+def inductor_backend(schedule: Schedule, settings: Mapping[str, object]) -> Backend:
     """Return a backend that makes kernels, and calls collectives in the order of the passes.
 
-    async_tensor_parallel_group: as in `compile_model`.
+    settings: of Inductor, beside its own.
     """
-    settings: dict[str, object] = {}
     place = schedule.settings.ranks.place_on_node
-    if async_tensor_parallel_group:
-        enable_symm_mem_for_group(async_tensor_parallel_group)  # type: ignore[arg-type]
-        settings["_micro_pipeline_tp"] = True
     # torch 2.11 has no such setting
     autotunes_together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
-    if async_tensor_parallel_group or autotunes_together:
+    if settings or autotunes_together:
         place = PlaceOnNode()  # compilation may communicate, so that all ranks need one order
 
     def compile_graphs(graphs: Mapping[str, GraphModule]) -> dict[str, BoxedFunction]:
-        with inductor_config.patch(settings):
+        with inductor_config.patch(dict(settings)):
             cuts: dict[str, CutGraph] = {}
             for name, graph in graphs.items():
                 schedule.run(graph, name)
-                if async_tensor_parallel_group and not any(map(is_fused, graph.graph.nodes)):
-                    raise nothing_fused()
                 cuts[name] = cut_graph(graph)
             segments = {key: part for cut in cuts.values() for key, part in cut.segments.items()}
             compiled = {
@@ -190,12 +165,9 @@ def compile_segment(segment: Segment) -> CompiledSegment:
     It has a tracing context of its own: that of the graph describes the graph's inputs and outputs.
     """
     started = time.perf_counter()
-    settings: dict[str, object] = {}
-    if any(map(is_fused, segment.module.graph.nodes)):
-        settings["post_grad_custom_post_pass"] = ExpectFusedProducts()
     context = torch._guards.TracingContext(detect_fake_mode(segment.inputs))
     hits_before = counters["inductor"]["fxgraph_cache_hit"]
-    with torch._guards.tracing(context), inductor_config.patch(settings):
+    with torch._guards.tracing(context):
         function = compile_fx_inner(segment.module, segment.inputs)
     return CompiledSegment(
         function,
@@ -216,25 +188,3 @@ def preparations(graph: Graph) -> list[list[Node]]:
             found.append(nodes)
             seen.update(nodes)
     return found
-
-
-def expect_fused_products(graph: Graph) -> int:
-    """Return the number of matrix products that overlap with a neighbouring collective.
-
-    Raises ConfigError if there are none.
-    """
-    fused = [
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and str(node.target) in FUSED_PRODUCTS
-    ]
-    if not fused:
-        raise nothing_fused()
-    return len(fused)
-
-
-def nothing_fused() -> ConfigError:
-    return ConfigError(
-        "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a"
-        " matrix product to overlap it with; use false"
-    )

@@ -15,8 +15,9 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ def compile_model(
     memory_budget: float = 1.0,
     full_backward: bool = True,
     backward_halves: bool = False,
-    async_tensor_parallel_group: str = "",
+    inductor_settings: Mapping[str, object] = MappingProxyType({}),
 ) -> CompiledModel:
     """Return what runs a model by compiled graphs. The model does not change.
 
@@ -64,9 +65,7 @@ def compile_model(
     saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
     full_backward: backward can run at once. backward_halves: it can run in halves
     (CompiledModel.first_halves).
-    async_tensor_parallel_group: in which Inductor splits collectives to overlap them with
-    neighbouring matrix products (arXiv 2410.06511, section 3.4). Raises CompileError if there are
-    no such products.
+    inductor_settings: beside Inductor's own.
     """
     config = schedule.settings.config
     is_inductor = config.backend == "inductor"
@@ -82,7 +81,7 @@ def compile_model(
         tag_joint=schedule.tag_joint,
     )
     if is_inductor:
-        backend = inductor_backend(schedule, async_tensor_parallel_group)
+        backend = inductor_backend(schedule, inductor_settings)
     else:
         backend = aot_eager_backend(schedule)
     return CompiledModel(traceable, config, settings, backend)

@@ -24,9 +24,7 @@ from titan_lite.compile.passes.defer_weight_grads import (
     defer_weight_grads,
     order_activation_collectives,
 )
-from titan_lite.compile.passes.fused_collectives import keep_with_products
 from titan_lite.compile.passes.reordering import overlap_collectives
-from titan_lite.compile.passes.token_chunks import cut_token_chunks, mark_fused_collectives
 from titan_lite.compile.rank_agreement import check_same_order
 from titan_lite.compile.report import (
     Compilation,
@@ -44,7 +42,7 @@ from titan_lite.graph import group_of, parameter_collectives, parameters_of
 Pass = Callable[[Graph, PassSettings], int]
 
 
-def choose_passes(config: Compile, async_tensor_parallel: bool = False) -> list[Pass]:
+def choose_passes(config: Compile) -> list[Pass]:
     """Return the passes of the core that the recipe selects, in the order in which they run on each
     graph. Features change the list.
 
@@ -56,22 +54,15 @@ def choose_passes(config: Compile, async_tensor_parallel: bool = False) -> list[
     passes: list[Pass] = []
 
     # Collectives of activations (tensor, context and expert parallelism)
-    if async_tensor_parallel:
-        passes.append(mark_fused_collectives)
-    else:
-        if config.defer_weight_grads:
-            passes.append(defer_weight_grads)
-        if config.tensor_parallel_chunks > 1:
-            passes.append(cut_token_chunks)
-        passes.append(order_activation_collectives)
+    if config.defer_weight_grads:
+        passes.append(defer_weight_grads)
+    passes.append(order_activation_collectives)
 
     # Collectives of parameters (SimpleFSDP)
     if config.bucketing != "none":
         passes.append(bucket_by_block)  # features put other buckets in its place
     if config.reordering:
         passes.append(overlap_collectives)
-    if async_tensor_parallel:
-        passes.append(keep_with_products)
     return passes
 
 
@@ -118,7 +109,7 @@ class Schedule:
             changed[pass_name] = run_pass(graph, settings)
             self.dump(graph, f"{name}_{number}_{pass_name}")
         module.recompile()
-        if settings.must_merge:
+        if settings.must_change:
             check_merged(graph, name, mergeable, settings.config.bucketing)
 
         timeline = estimate(graph, name, settings)

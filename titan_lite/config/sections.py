@@ -273,10 +273,6 @@ class Parallelism(Section):
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that each matrix product is split over."""
 
-    enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's collectives with the matrix products beside them. Needs Inductor
-    and GPUs, whose ranks write to each other's memory."""
-
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that each sequence is split over."""
 
@@ -392,11 +388,6 @@ class Compile(Section):
     defer_weight_grads: bool = True
     """Compute gradients of weights while a collective of tensor or context parallelism is in
     flight; not with asynchronous tensor parallelism."""
-
-    tensor_parallel_chunks: int = Field(1, ge=1)
-    """Chunks of tokens that a collective of tensor parallelism and its matrix product are cut into,
-    so that one travels while another is computed; where the cost model of machine finds it slower,
-    nothing is cut; 1: never."""
 
     def compiles(self, component: str) -> bool:
         return self.enable and component in self.components

@@ -291,9 +291,7 @@ def passes_of(config: Config) -> Sequence["Pass"]:
     """Return the passes that the recipe selects, in the order in which they run on each graph."""
     from titan_lite.compile.schedule import choose_passes
 
-    passes: Sequence[Pass] = choose_passes(
-        config.compile, config.parallelism.enable_async_tensor_parallel
-    )
+    passes: Sequence[Pass] = choose_passes(config.compile)
     for feature in features_of(config):
         passes = feature.passes(config, passes)
     return passes
@@ -327,20 +325,21 @@ def compile_stages(
 
     checkpointing = config.activation_checkpoint
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
+    features = features_of(config)
     for stage, kinds in zip(stages, backwards, strict=True):
-        # Blocks alone have matrix products that collectives overlap with.
-        blocks = stage.model.layers
-        overlaps = config.parallelism.enable_async_tensor_parallel and len(blocks) > 0
+        inductor_settings: dict[str, object] = {}
+        for feature in features:
+            inductor_settings |= feature.inductor_settings(config, stage.model, mesh)
         compiled = functools.partial(
             compile_model,
-            TraceableModel(stage.model, stage.sharding, blocks, checkpoint_rule),
+            TraceableModel(stage.model, stage.sharding, stage.model.layers, checkpoint_rule),
             schedule,
             full_backward="B" in kinds,
             backward_halves="I" in kinds,
-            async_tensor_parallel_group=mesh.get_group("tp").group_name if overlaps else "",
+            inductor_settings=inductor_settings,
         )
         stage.compiled = compiled(memory_budget=budget)
-        if any(feature.repeats_steps(config) for feature in features_of(config)):
+        if any(feature.repeats_steps(config) for feature in features):
             stage.compiled_for_all = compiled()
 
 

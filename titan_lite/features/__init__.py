@@ -28,6 +28,7 @@ FEATURES = (
     "watchdog",
     "replica_check",
     "cost_buckets",
+    "async_tp",
 )
 
 

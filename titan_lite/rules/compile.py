@@ -1,13 +1,11 @@
-"""Rules of [compile]: components, chunks, and a profile of the machine."""
+"""Rules of [compile]: components, and a profile of the machine."""
 
 from collections.abc import Iterator
 
 from titan_lite.config import Config
-from titan_lite.config.errors import alternatives
 from titan_lite.distributed.layout import Layout
 from titan_lite.rules.mistakes import (
     Mistake,
-    nearest_divisors,
     rule_of_keys,
     rule_of_layout,
     told_by,
@@ -25,23 +23,6 @@ def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
             value=compile.components,
             why="leaves nothing to compile, but compile.enable = true",
             instead='components = ["model", "loss"], or compile.enable = false',
-        )
-
-
-@rule_of_layout
-def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake]:
-    chunks = config.compile.tensor_parallel_chunks
-    tp = layout.degrees["tp"]
-    tokens = layout.seq_len // layout.degrees["cp"] // tp
-    if tp > 1 and config.compile.compiles("model") and tokens % chunks:
-        yield Mistake(
-            key="compile.tensor_parallel_chunks",
-            value=chunks,
-            why=(
-                f"does not divide the {tokens:,} tokens of a sequence that a tensor-parallel rank"
-                " has"
-            ),
-            instead=alternatives(nearest_divisors(tokens, chunks)),
         )
 
 

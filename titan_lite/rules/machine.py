@@ -95,17 +95,6 @@ def the_kernel_of_attention_is_here(config: Config, layout: Layout) -> Iterator[
 
 
 @rule_of_machine
-def async_tensor_parallelism_has_gpus(config: Config, layout: Layout) -> Iterator[Mistake]:
-    if config.parallelism.enable_async_tensor_parallel and not torch.cuda.is_available():
-        yield Mistake(
-            key="parallelism.enable_async_tensor_parallel",
-            value=True,
-            why="writes to the GPU memory of other ranks, and there is no GPU here",
-            instead="enable_async_tensor_parallel = false",
-        )
-
-
-@rule_of_machine
 def memory_snapshots_have_gpus(config: Config, layout: Layout) -> Iterator[Mistake]:
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
         yield Mistake(

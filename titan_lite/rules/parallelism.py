@@ -16,21 +16,6 @@ from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout
 from titan_lite.sharding import chunk_range
 
 
-@rule_of_keys
-def async_tensor_parallelism_is_done_by_inductor(config: Config) -> Iterator[Mistake]:
-    key = "parallelism.enable_async_tensor_parallel"
-    if not config.parallelism.enable_async_tensor_parallel:
-        return
-    if config.parallelism.tensor_parallel_degree == 1:
-        yield Mistake(key, True, "has no collective to overlap", "tensor_parallel_degree = 2")
-    if not config.compile.compiles("model"):
-        why = "is done by the compiler, and the model is not compiled"
-        instead = 'compile.enable = true and compile.components = ["model", "loss"]'
-        yield Mistake(key, True, why, instead)
-    elif config.compile.backend != "inductor":
-        yield Mistake(key, True, "is done by Inductor", 'compile.backend = "inductor"')
-
-
 @rule_of_layout
 def every_tensor_parallel_rank_has_a_part(config: Config, layout: Layout) -> Iterator[Mistake]:
     tp = layout.degrees["tp"]

@@ -101,10 +101,6 @@ def test_graphs_are_written_before_and_after_each_pass(tmp_path):
     [
         ({}, ["defer", "order", "bucket_by_block", "overlap_collectives"]),
         (dict(bucketing="none", reordering=False, defer_weight_grads=False), ["order"]),
-        (
-            dict(tensor_parallel_chunks=2),
-            ["defer", "cut", "order", "bucket_by_block", "overlap_collectives"],
-        ),
     ],
 )
 def test_the_recipe_selects_the_passes_and_their_order(options, expected):
@@ -112,9 +108,6 @@ def test_the_recipe_selects_the_passes_and_their_order(options, expected):
     assert len(passes) == len(expected)
     for function, name in zip(passes, expected, strict=True):
         assert function.__name__.startswith(name)
-    fused = choose_passes(Compile(**options), async_tensor_parallel=True)
-    assert fused[0].__name__ == "mark_fused_collectives"
-    assert not {"defer_weight_grads", "cut_token_chunks"} & {each.__name__ for each in fused}
 
 
 def test_a_graph_is_readable():

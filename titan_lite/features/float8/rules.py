@@ -15,19 +15,6 @@ DIM_MULTIPLE = 16  # each dimension of a float8 product is one of its multiples,
 
 
 @rule_of_layout
-def float8_products_are_not_overlapped_by_inductor(
-    config: Config, layout: Layout
-) -> Iterator[Mistake]:
-    if Float8Keys.of(config).enable and config.parallelism.enable_async_tensor_parallel:
-        yield Mistake(
-            key="parallelism.enable_async_tensor_parallel",
-            value=True,
-            why="is not for float8: Inductor does not overlap collectives with its products",
-            instead="false, or float8.enable = false",
-        )
-
-
-@rule_of_layout
 def weights_gathered_in_float8_have_one_scale(config: Config, layout: Layout) -> Iterator[Mistake]:
     keys = Float8Keys.of(config)
     if keys.enable and keys.all_gather and keys.recipe != "tensorwise":

@@ -52,7 +52,6 @@ if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails bef
     from titan_lite.tools.plan.trace import PlannedLayout
 
 SEARCHED = 12  # plans of a search by default
-ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 
 
 @command()
@@ -236,22 +235,15 @@ class Subject:
         """Return the layout of the changed recipe. Raises ConfigError if it cannot run."""
         config = self.config
         if change:
-            keys = self.without_idle_async_tp(change)
+            keys = dict(change)
+            for feature in features_of(self.config):
+                keys |= feature.turned_off_by(change)
             changes = [option(key, value) for key, value in keys.items()]
             config = load_config(self.recipe, [*self.overrides, *changes])
         for feature in features_of(config):
             raise_mistakes(config, feature.mistakes_on(config, self.machine))
         layout = lay_out(config, self.world_size, self.machine.memory * 2**30)
         return dataclasses.replace(layout, expert_imbalance=self.expert_imbalance)
-
-    def without_idle_async_tp(self, change: dict[str, str]) -> dict[str, str]:
-        """Return a change that also turns off asynchronous tensor parallelism, if it leaves no
-        tensor parallelism: that would be an error.
-        """
-        is_async = self.config.parallelism.enable_async_tensor_parallel
-        if is_async and change.get("parallelism.tensor_parallel_degree") == "1":
-            return {**change, ASYNC_TP: "false"}
-        return change
 
 
 def answer(options: argparse.Namespace, overrides: list[str]) -> str:

@@ -502,7 +502,7 @@ class PricedSchedule(Schedule):
             config.compile.replace(backend="aot_eager"),  # which only traces
             machine,
             fused=priced_as == "inductor",
-            must_merge=False,
+            must_change=False,
         )
         passes = [order_activation_collectives] if is_eager else passes_of(config)
         super().__init__(settings, passes)

@@ -146,15 +146,12 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
 
 def twin(config: Config, layout: Degrees, steps: int) -> Config:
     """Return a small version of `config` on `layout`."""
-    for feature in features_of(config):
-        config, _ = feature.without_approximation(config)
-    config = _with_modules_of_twin(config)
-    return config.replace(
+    small = _with_modules_of_twin(config).replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
         lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
         parallelism=_parallelism(config, layout),
-        compile=_compile(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
+        compile=config.compile.replace(backend="aot_eager"),
         checkpoint=Checkpoint(),
         data=Data(num_workers=0),
         validation=Validation(enable=True, freq=steps, steps=1),
@@ -162,6 +159,9 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         profiling=Profiling(),
         fault_tolerance=FaultTolerance(),
     )
+    for feature in features_of(config):
+        small, _ = feature.without_approximation(small)
+    return small
 
 
 def reference(config: Config) -> Config:
@@ -219,12 +219,8 @@ def _parallelism(config: Config, layout: Degrees) -> Parallelism:
     degrees = {KEYS[axis]: degree for axis, degree in layout.items()}
     parallelism = given.replace(
         **degrees,
-        enable_async_tensor_parallel=False,
         pipeline_parallel_split_points=(),
     )
-    if config.compile.buckets_across_blocks:
-        # with "step" there is nothing to bucket
-        parallelism = parallelism.replace(fsdp_communication="microbatch")
     if layout["pp"] == 1:
         default = Parallelism()
         pipeline = [key for key in Parallelism.model_fields if key.startswith("pipeline_parallel_")]
@@ -234,18 +230,6 @@ def _parallelism(config: Config, layout: Degrees) -> Parallelism:
             pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=0
         )
     return parallelism.replace(pipeline_parallel_microbatch_size=_microbatch_size(config, layout))
-
-
-def _compile(stage: Compile, tokens: int) -> Compile:
-    """Return [compile] with the same passes.
-
-    tokens: of a sequence on a tensor-parallel rank, which chunks have to divide.
-    """
-    chunks = stage.tensor_parallel_chunks
-    return stage.replace(
-        backend="aot_eager",
-        tensor_parallel_chunks=2 if tokens % chunks else chunks,
-    )
 
 
 def _chunks_loss(config: Config) -> bool:

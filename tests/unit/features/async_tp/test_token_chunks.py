@@ -19,17 +19,15 @@ from handmade_graphs import (
 )
 from torch._inductor.lowering import lowerings
 
-from titan_lite.compile.passes import token_chunks
-from titan_lite.compile.passes.token_chunks import (
-    choose_collectives,
-    cut_into_chunks,
-    mark_fused_collectives,
-)
 from titan_lite.compile.settings import PassSettings
+from titan_lite.config import ConfigError
 from titan_lite.cost import timeline
 from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.profiles import PROFILES
 from titan_lite.cost.timeline import simulate
+from titan_lite.features.async_tp import token_chunks
+from titan_lite.features.async_tp.fused_products import mark_fused_collectives
+from titan_lite.features.async_tp.token_chunks import choose_collectives, cut_into_chunks
 from titan_lite.graph import nbytes_of
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -249,6 +247,20 @@ def test_a_product_of_gathered_tokens_by_themselves_is_not_fused():
     graph = hand.output(hand.call(aten.mm.default, rows, hand.call(aten.t.default, rows)))
     assert mark_fused_collectives(graph, PassSettings()) == 0
     assert not any("fused_with" in node.meta or "parts" in node.meta for node in graph.nodes)
+
+
+def test_a_stage_with_blocks_and_nothing_to_fuse_is_an_error():
+    def nothing_to_fuse(**meta):
+        hand = Hand()
+        result = hand.call(aten.neg.default, hand.input(4))
+        result.meta |= meta
+        return hand.output(result)
+
+    with pytest.raises(ConfigError, match="enable_async_tensor_parallel = true: Inductor found no"):
+        mark_fused_collectives(nothing_to_fuse(block="layers.0"), PassSettings())
+    planned = PassSettings(must_change=False)
+    assert mark_fused_collectives(nothing_to_fuse(block="layers.0"), planned) == 0
+    assert mark_fused_collectives(nothing_to_fuse(), PassSettings()) == 0
 
 
 @pytest.mark.parametrize(("make", "kind"), [(forward, GATHER), (reduction, REDUCE)])

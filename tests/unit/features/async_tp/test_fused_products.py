@@ -13,18 +13,21 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.distributed import _symmetric_memory
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compile.backends import FUSED_PRODUCTS, expect_fused_products
 from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import compose
 from titan_lite.compile.model_parts import TraceableModel, trace_parts
-from titan_lite.compile.passes.fused_collectives import keep_with_products
-from titan_lite.compile.passes.token_chunks import mark_fused_collectives
 from titan_lite.compile.segments import CutGraph, is_fused, is_outside
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from titan_lite.features.async_tp.fused_products import (
+    FUSED_PRODUCTS,
+    expect_fused_products,
+    keep_with_products,
+    mark_fused_collectives,
+)
 from titan_lite.models.transformer import Transformer
 
 F32 = torch.float32
@@ -69,6 +72,12 @@ def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh)
     # Backward gathers before wo and w2; what it scatters is a sum of two or three products, but for
     # the output's.
     assert expect_fused_products(backward.graph) == 2 * HEADS.n_layers + 1
+
+
+def test_a_segment_without_collectives_has_nothing_to_fuse():
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("x"),)))
+    assert expect_fused_products(graph) == 0
 
 
 def test_segments_keep_collectives_and_their_products_together(mesh):

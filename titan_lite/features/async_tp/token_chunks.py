@@ -8,9 +8,9 @@
              z = cat(wait(r0), wait(r1))
 
 One chunk travels while another is computed. Plain collectives, as in arXiv 2302.05442 (section 2.2)
-and unlike asynchronous tensor parallelism, which needs symmetric memory: Inductor does that, and
-`mark_fused_collectives` finds what it will fuse. Of the products that read gathered tokens, only
-the first is cut; it hides all chunks but the first. A product of fewer rows may round differently.
+and unlike asynchronous tensor parallelism (fused_products.py), which needs symmetric memory. Of the
+products that read gathered tokens, only the first is cut; it hides all chunks but the first. A
+product of fewer rows may round differently.
 """
 
 import operator
@@ -29,6 +29,7 @@ from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import costs_of
+from titan_lite.features.async_tp.keys import TokenChunksKeys
 from titan_lite.graph import (
     activation_collectives,
     aten,
@@ -57,36 +58,9 @@ def cut_token_chunks(graph: Graph, settings: PassSettings) -> int:
     """
     if not activation_collectives(graph):
         return 0
-    chunks = settings.config.tensor_parallel_chunks
+    chunks = cast("TokenChunksKeys", settings.config).tensor_parallel_chunks
     own = choose_collectives(graph, chunks, settings.machine, fused=settings.fused)
     return cut_into_chunks(graph, chunks, first_ranks_choice(own, settings.ranks))
-
-
-def mark_fused_collectives(graph: Graph, settings: PassSettings) -> int:
-    """Mark the collectives that Inductor fuses with products. Return their number.
-
-    `node_seconds` then prices them so (asynchronous tensor parallelism, arXiv 2410.06511, section
-    3.4). Each product of gathered tokens is fused, unless its other factor depends on them.
-    Products of which a sum is reduced are not.
-    """
-    marked = 0
-    for node in activation_collectives(graph):
-        site = _site_of(node)
-        if site is None:
-            continue
-        products = [site.product]
-        if is_all_gather(node):
-            late = descendants(site.all_tokens)
-            products = [
-                product for product in _products_of(site.all_tokens) if product.args[1] not in late
-            ]
-        if not products:
-            continue
-        node.meta["fused_with"] = tuple(products)
-        for product in products:
-            product.meta["parts"] = group_size(node)
-        marked += 1
-    return marked
 
 
 def choose_collectives(
@@ -101,7 +75,7 @@ def choose_collectives(
     costs = costs_of(graph, machine, fused) if machine else {}
     chosen = []
     for number, node in enumerate(activation_collectives(graph)):
-        site = _site_of(node)
+        site = site_of(node)
         if site is None or not _divides(site, chunks):
             continue
         if machine is None or _is_faster(graph, site, chunks, machine, fused, costs[node]):
@@ -114,7 +88,7 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
     activations = activation_collectives(graph)
     cut = 0
     for number in chosen:
-        site = _site_of(activations[number])
+        site = site_of(activations[number])
         if site is None:  # its product has been cut for another collective
             continue
         _replace(graph, site, _add_chunks(graph, site, chunks))
@@ -127,7 +101,7 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
 # Find a collective and its product
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """A collective of tokens and its product."""
 
     collective: Node
@@ -135,7 +109,7 @@ class _Site(NamedTuple):
     product: Node
 
 
-def _site_of(node: Node) -> _Site | None:
+def site_of(node: Node) -> Site | None:
     if is_all_gather(node):
         return _gathered(node)
     if kind_of(node) == "reduce_scatter":
@@ -143,7 +117,7 @@ def _site_of(node: Node) -> _Site | None:
     return None
 
 
-def _gathered(node: Node) -> _Site | None:
+def _gathered(node: Node) -> Site | None:
     """Return the first product of the tokens that `node` gathers.
 
     None if they are not split by rank and joined along the sequence.
@@ -159,20 +133,20 @@ def _gathered(node: Node) -> _Site | None:
         return None
     if not _is_in_order(all_tokens, split):
         return None
-    products = sorted(_products_of(all_tokens))
-    return _Site(node, all_tokens, products[0]) if products else None
+    products = sorted(products_of(all_tokens))
+    return Site(node, all_tokens, products[0]) if products else None
 
 
-def _products_of(tokens: Node) -> Iterator[Node]:
+def products_of(tokens: Node) -> Iterator[Node]:
     """Yield the products with `tokens`, as rows, on the left."""
     for user in tokens.users:
         if user.target in PRODUCTS and user.args[0] is tokens:
             yield user
         elif user.target in VIEWS and user.meta["val"].shape[-1] == tokens.meta["val"].shape[-1]:
-            yield from _products_of(user)
+            yield from products_of(user)
 
 
-def _reduced(node: Node) -> _Site | None:
+def _reduced(node: Node) -> Site | None:
     """Return the product whose result `node` reduces.
 
     None if it is not split along the sequence and joined by rank.
@@ -191,7 +165,7 @@ def _reduced(node: Node) -> _Site | None:
         product = product.all_input_nodes[0]
     if product.target not in PRODUCTS or len(product.users) > 1 or len(wait_of(node).users) == 0:
         return None
-    return _Site(node, all_tokens, product)
+    return Site(node, all_tokens, product)
 
 
 def _is_in_order(joined: Node, split: Node) -> bool:
@@ -202,7 +176,7 @@ def _is_in_order(joined: Node, split: Node) -> bool:
     ]
 
 
-def _divides(site: _Site, chunks: int) -> bool:
+def _divides(site: Site, chunks: int) -> bool:
     """Return True if the tokens can be cut into equal chunks that the product can have as rows.
 
     A float8 product cannot be cut if it has a scale for each row. Its second factor is a transposed
@@ -226,7 +200,7 @@ def _divides(site: _Site, chunks: int) -> bool:
 class _Chunks:
     """The nodes of a site in chunks, which nothing uses yet."""
 
-    site: _Site
+    site: Site
     starts: list[Node]  # collectives
     products: list[Node]
     copies: list[Node]  # of chunks, made contiguous before a collective or a product
@@ -234,14 +208,14 @@ class _Chunks:
     result: Node  # replaces the product, or what is waited for
 
 
-def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
+def _add_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
     """Add the nodes of a site in chunks."""
     if is_all_gather(site.collective):
         return _add_gathered_chunks(graph, site, chunks)
     return _add_reduced_chunks(graph, site, chunks)
 
 
-def _add_gathered_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
+def _add_gathered_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
     """Add gathers of chunks, where the gather is, and products of them, where the product is."""
     node = site.collective
     shard = cast(Node, node.args[0])
@@ -265,7 +239,7 @@ def _add_gathered_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
     return _Chunks(site, starts, products, copies, all_tokens, result)
 
 
-def _add_reduced_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
+def _add_reduced_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
     """Add products of chunks and their reductions where the product is, waits where the wait is."""
     node = site.collective
     ranks = group_size(node)
@@ -291,7 +265,7 @@ def _add_reduced_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
     return _Chunks(site, starts, products, copies, None, result)
 
 
-def _chunk_tokens(site: _Site, chunks: int) -> int:
+def _chunk_tokens(site: Site, chunks: int) -> int:
     """Return the tokens of a chunk on one rank."""
     return site.all_tokens.meta["val"].shape[1] // group_size(site.collective) // chunks
 
@@ -316,7 +290,7 @@ def _reusable_factor(graph: Graph, product: Node) -> Node | None:
     return factor
 
 
-def _multiply(graph: Graph, site: _Site, rows: Node, factor: Node | None, size: int) -> Node:
+def _multiply(graph: Graph, site: Site, rows: Node, factor: Node | None, size: int) -> Node:
     """Add the product of a chunk, of `size` tokens of each sequence on each rank."""
     product = site.product
     left, right = cast(tuple[Node, Node], product.args[:2])
@@ -332,7 +306,7 @@ def _multiply(graph: Graph, site: _Site, rows: Node, factor: Node | None, size: 
     return add_call(graph, product.target, flat, right, *product.args[2:], **product.kwargs)
 
 
-def _join_chunks(graph: Graph, site: _Site, parts: Sequence[Node], like: Node, size: int) -> Node:
+def _join_chunks(graph: Graph, site: Site, parts: Sequence[Node], like: Node, size: int) -> Node:
     """Join the chunks of all ranks along the sequence, in the shape of `like`.
 
     size: tokens of a chunk on one rank.
@@ -347,7 +321,7 @@ def _join_chunks(graph: Graph, site: _Site, parts: Sequence[Node], like: Node, s
     return add_call(graph, aten.view.default, joined, list(like.meta["val"].shape))
 
 
-def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
+def _replace(graph: Graph, site: Site, chunks: _Chunks) -> None:
     """Replace a site by its chunks."""
     node, all_tokens, product = site
     if chunks.all_tokens is None:
@@ -381,7 +355,7 @@ def _erase(graph: Graph, *nodes: Node) -> None:
 
 
 def _is_faster(
-    graph: Graph, site: _Site, chunks: int, machine: Machine, fused: bool, exposed: float
+    graph: Graph, site: Site, chunks: int, machine: Machine, fused: bool, exposed: float
 ) -> bool:
     """Return True if a site takes less time in chunks.
 
@@ -396,7 +370,7 @@ def _is_faster(
     return after < before
 
 
-def _seconds_of_product(site: _Site, machine: Machine, fused: bool) -> float:
+def _seconds_of_product(site: Site, machine: Machine, fused: bool) -> float:
     """Return the seconds of the product, and of the copy that puts ranks first for a reduction."""
     seconds = node_seconds(site.product, machine, fused)
     if is_all_gather(site.collective):

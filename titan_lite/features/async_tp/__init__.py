@@ -1,0 +1,1 @@
+"""Tensor parallelism whose collectives travel beside their matrix products."""
