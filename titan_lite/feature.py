@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from titan_lite.distributed.layout import Layout
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
-    from titan_lite.hooks import Hook
     from titan_lite.distributed.tensor_parallel import Axis
+    from titan_lite.hooks import Hook
     from titan_lite.models.transformer import Transformer
     from titan_lite.optim.build import PartOptimizer
     from titan_lite.rules.mistakes import Mistake
