@@ -445,6 +445,8 @@ def _read(path: Path, where: str) -> bytes:
             if Path(path, name).is_file():
                 fix = f"use its {name}"
         raise ConfigError(f"{where} cannot be read: it is a folder; {fix}")
+    if path.exists() and not path.is_file():  # which would be waited for
+        raise ConfigError(f"{where} cannot be read: it is a pipe or a device; {_FIX}")
     try:
         return path.read_bytes()
     except OSError as error:
