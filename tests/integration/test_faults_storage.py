@@ -285,10 +285,3 @@ def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path, locked, opti
     assert (tmp_path / "config.toml").read_text() == "of the first run"
     assert not (tmp_path / "metrics.jsonl").exists()
     assert not (tmp_path / "events.jsonl").exists()
-
-
-def test_a_recipe_that_must_resume_does_not_begin(tmp_path):
-    result = trained(tmp_path, "--checkpoint.must_resume")
-    assert result.returncode == 2
-    assert "checkpoint.must_resume = true: there is no step in" in result.stdout
-    assert not (tmp_path / "checkpoint").exists()

@@ -69,11 +69,6 @@ CASES = [
         {},
         f"optimizer.lr differs: 0.002 on {HERE} (rank 0), 0.02 on {HERE} (rank 1); start all",
     ),
-    (["--debug.seed=7"], {}, "debug.seed differs: 0 on"),
-    (["--training.steps=9"], {}, "training.steps differs: 100 on"),
-    (["--optimizer.weight_decay=0"], {}, "optimizer.weight_decay differs: 0.1 on"),
-    (["--parallelism.tensor_parallel_degree=2"], {}, "tensor_parallel_degree differs: 1 on"),
-    (["--comm.init_timeout_seconds=9"], {}, "comm.init_timeout_seconds differs: 300 on"),
     ([], {"tokenizer": "f" * 64}, "SHA-256 of model.tokenizer_path differs: aaaaaaaaaaaa on"),
     ([], {"documents": "f" * 64}, "differs: bbbbbbbbbbbb on"),
     ([], {"validation_documents": "f" * 64}, "[validation] differs: cccccccccccc on"),
@@ -87,11 +82,6 @@ CASES = [
         [],
         {"versions": {**FACTS["versions"], "cuDNN": "91900"}},
         "version of cuDNN differs: not set on",
-    ),
-    (
-        [],
-        {"versions": {**FACTS["versions"], "titan_lite": "0.2.0"}},
-        'version of titan_lite differs: "0.1.0" on',
     ),
     (
         [],

@@ -256,14 +256,6 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
                 'fields with text: body; use data.text_field = "body",',
             ],
         ),
-        (
-            "a.jsonl",
-            '{"text": 5}\n',
-            ["a.jsonl, line 1: ", 'data.text_field = "text" is of type int'],
-        ),
-        ("a.jsonl", '{"text": "x"\n', ["a.jsonl, line 1: not JSON"]),
-        ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),
-        ("a.txt", b"\xff\xfe\xff", ["a.txt, whole: not UTF-8 (byte 0"]),
         ("a.jsonl", "\n", ["a.jsonl", "has no document; use files"]),
     ],
 )
@@ -288,15 +280,6 @@ def test_a_file_of_another_format_is_refused_with_the_way_to_convert_it(tmp_path
     for path in (tmp_path / name, tmp_path / "*", tmp_path):
         with pytest.raises(ConfigError, match=r'datasets\.load_dataset\("csv".*\.to_parquet\('):
             check_data(local(path, on_bad_document="skip"))
-
-
-def test_what_is_wrong_further_on_is_given_with_its_place(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["x", "y", None])
-    check_data(local(tmp_path))  # which reads no further than the first document
-    *_, (_, bad) = read(build_source(local(tmp_path), split="train", seed=0), 0, 3)
-    assert str(bad).startswith(
-        f'{tmp_path}/a.jsonl, line 3: data.text_field = "text" is null in it'
-    )
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -132,16 +132,6 @@ def test_the_run_folder_is_left_out_of_every_source_of_a_mixture(corpus):
     assert names(recipe.validation_data) == ["a.jsonl", "part/b.jsonl"]
 
 
-@pytest.mark.parametrize("pattern", ["**/*.jsonl", "", "*/*.jsonl"])
-def test_in_a_file_url_what_the_run_writes_is_not_its_data_either(pattern, corpus):
-    data = with_run(f"file://{corpus / pattern}", corpus / "run")
-    before = names(data), digest_of(identify(data))
-    assert before == (names(with_run(corpus / pattern, "")), before[1])
-    write_jsonl(corpus / "run/events.jsonl", ["not a document"])
-    assert (names(data), digest_of(identify(data))) == before
-    assert [text for _, text in islice(texts(data), 3)]
-
-
 # What other runs and programs have written into the corpus
 
 OF_RUN = ("config.toml", "events.jsonl", "graphs/0/a.txt")

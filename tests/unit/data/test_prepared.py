@@ -434,12 +434,6 @@ def test_it_gives_the_batches_of_the_text_over_epochs_and_resumes(corpus, folder
     assert min(documents) > 2**61 - 1 or split == "train"  # in the second epoch at least
 
 
-def test_loader_processes_give_them_too(corpus, folder):
-    data = prepared(folder)
-    expected = windows(local(corpus), degrees=(2,), steps=10)
-    assert torch.equal(windows(data.replace(num_workers=2), degrees=(2,), steps=10)[0], expected[0])
-
-
 def test_c4_keeps_its_own_split(tmp_path, monkeypatch):
     def load_dataset(*arguments, split, streaming):
         texts = [{"text": f"{split} {i}"} for i in range(5)]

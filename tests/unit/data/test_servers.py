@@ -3,10 +3,7 @@
 import errno
 import gzip
 import itertools
-import logging
 import socket
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pyarrow
@@ -16,7 +13,6 @@ from served import File
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import MachineError
-from titan_lite.data import servers
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files, size_of
 from titan_lite.data.listing import hash_of
@@ -223,47 +219,3 @@ def test_a_hub_that_is_lost_within_a_shard_is_one_line(monkeypatch):
     source = build_source(Data(dataset="c4", shuffle=False), split="train", seed=0)
     with pytest.raises(MachineError, match=r"c4 shard 0 cannot be read on the hub \(.*Server Disc"):
         texts(source, 5)
-
-
-# A real server
-
-
-class Handler(SimpleHTTPRequestHandler):
-    def log_message(self, *words):
-        pass
-
-
-def serve(folder, port=0):
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", port), lambda *words: Handler(*words, directory=folder)
-    )
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    return server
-
-
-def test_a_server_that_ends_and_is_started_again_is_read_on(tmp_path, monkeypatch, caplog):
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    server = serve(tmp_path)
-    port = server.server_port
-    data = local(f"http://127.0.0.1:{port}/a.jsonl")
-    check_data(data)
-    server.shutdown()
-    server.server_close()
-    again = []
-
-    class Clock:
-        """Of which a wait starts the server again."""
-
-        monotonic = staticmethod(lambda: 0.0)
-
-        @staticmethod
-        def sleep(seconds):
-            if not again:
-                again.append(serve(tmp_path, port))
-
-    monkeypatch.setattr(servers, "time", Clock)
-    with caplog.at_level(logging.WARNING):
-        assert texts(build_source(data, split="train", seed=0), 300)[-1] == "line 299"
-    assert "Cannot connect" in caplog.text
-    again[0].shutdown()
-    again[0].server_close()

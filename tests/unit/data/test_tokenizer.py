@@ -135,13 +135,10 @@ def test_pickles_and_is_told_by_its_hash(tokenizer, tmp_path):
     [
         ([], "no token for 256 of the 256 bytes"),
         ([b'["version", "1.0",'], "is not in tiktoken's format (Error parsing line"),
-        ([*BYTES[:5], b"BQ==5"], "Error parsing line b'BQ==5'"),
         ([*BYTES[:5], b"BQ== five"], "Error parsing line b'BQ== five'"),
         ([*BYTES, b"AAA= 257"], "its ranks are not 0 to 256"),
         (BYTES[:255], "no token for 1 of the 256 bytes"),
-        ([b"\xff\xfe\x00 0"], "no token for 256 of the 256 bytes"),
         ([b"\n\x0e\n\x05<unk>\x15\x00\x00", b"<s>"], "is not in tiktoken's format"),
-        ([b' {"version": "1.0", "model": {}}'], "is not in tiktoken's format"),
     ],
 )
 def test_a_malformed_file_is_named(tmp_path, lines, what):
