@@ -149,7 +149,6 @@ class CheckpointFolder(_DcpFolder):
         if saved_with and saved_with != file_digest(self.config.family):
             logger.warning(f"{self.config.family} has changed since {folder} was saved")
         stored = tensor_files.parameters(self.metadata)
-        check_size(self.config, len(stored))
         # a step that `convert` wrote may have none
         self.buffers = {
             fqn: torch.Size(shape)
@@ -251,7 +250,6 @@ class HuggingFaceFolder:
         except ValueError as error:
             raise CorruptFileError(f"config.json: {error}") from None
         self.stored = self._find_tensors()
-        check_size(self.config, len(self.stored))
         _raise_faults(
             f"{name} has dtype {tensor.dtype}"
             for name, tensor in self.stored.items()
@@ -602,16 +600,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
     blocks = zip(one.split(ROWS), other.split(ROWS), strict=True)
     return all(torch.equal(a.float(), b.float()) for a, b in blocks)
-
-
-def check_size(config: ModelConfig, tensors: int) -> None:
-    """Raise CorruptFileError for a model with more layers than tensors, before names are made for
-    its layers.
-    """
-    if config.n_layers > tensors:
-        raise CorruptFileError(
-            f"its shape has {config.n_layers:,} layers, but it has {tensors:,} tensors"
-        )
 
 
 def misfits(expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> list[str]:

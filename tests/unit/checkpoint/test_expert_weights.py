@@ -109,12 +109,6 @@ def test_both_names_of_the_number_of_experts_are_read(names, step, exported):
     assert same(open_weights(exported), open_weights(step))
 
 
-def test_two_numbers_of_experts_are_refused(exported):
-    change_config(exported, num_experts=5, num_local_experts=6)
-    with pytest.raises(ConfigError, match="num_local_experts = 6: expected 5, as num_experts"):
-        open_weights(exported)
-
-
 def test_a_fused_file_is_read_where_its_dimensions_leave_no_doubt(step, exported):
     fuse(exported)
     found = open_weights(exported)
