@@ -23,7 +23,6 @@ import dataclasses
 import gc
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -48,6 +47,7 @@ from titan_lite.cost.measure import find_machine, fit_ring, seconds_of, times_of
 from titan_lite.cost.profiles import machine_from
 from titan_lite.tools.plan.command import lay_out
 from titan_lite.tools.plan.plan import make_plan
+from titan_lite.tools.verify.observe import free_port
 from titan_lite.trainer import Trainer
 
 CACHES = 2**26  # bytes: more than the caches of a core
@@ -283,10 +283,8 @@ def rank_main(
 
 def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
     """Train a layout. Return its seconds and bytes, and what it is planned from, as JSON."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = start_world(rank_main, ranks, Path(str(port)), overrides, rounds, steps)
+    port = Path(str(free_port()))
+    world = start_world(rank_main, ranks, port, overrides, rounds, steps)
     of_ranks: list[Measured] = world.receive()
     for process in world.processes:
         process.join()

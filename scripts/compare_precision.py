@@ -12,7 +12,6 @@ the rows of the table.
 import argparse
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from titan_lite.config import load_config
 from titan_lite.metrics.run_files import read_metrics
+from titan_lite.tools.verify.observe import free_port
 from titan_lite.trainer import Trainer
 
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
@@ -55,13 +55,9 @@ def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
 
 def run_alone(arguments: list[str], folder: str, ranks: int = 1) -> None:
     """Train in processes of its own, which write to `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork, arguments = (
-        multiprocessing.get_context("fork"),
-        [*arguments, f"--job.dump_folder={folder}"],
-    )
+    port = free_port()
+    fork = multiprocessing.get_context("fork")
+    arguments = [*arguments, f"--job.dump_folder={folder}"]
     processes = [
         fork.Process(target=train, args=(arguments, port, rank, ranks)) for rank in range(ranks)
     ]

@@ -202,7 +202,6 @@ HERE = {
         "--modes eager --rounds 1 --steps 2",
         {" --torchtitan PYTHON": ""},
     ),
-    "python scripts/benchmark_start.py --modes eager": Run("| imports", "--rounds 1"),
     "python scripts/benchmark_checkpoint.py --saves 3": Run("async", "--flavor debug --saves 1"),
     "python scripts/benchmark_compile.py --blocks 6 32 --torchtitan PYTHON": Run(
         "| 1 | titan_lite | aot_eager |",

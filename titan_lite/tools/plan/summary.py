@@ -12,7 +12,7 @@ from typing import Any
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.feature import features_of
-from titan_lite.metrics.start_lines import describe_ramp
+from titan_lite.metrics.start_lines import counted, describe_ramp
 from titan_lite.models.shapes import shape_words
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.rank_bytes import owner_costs
@@ -79,7 +79,7 @@ def recipe_lines(plan: Plan) -> list[str]:
     compiled = "eager"
     if config.compile.compiles("model"):
         compiled = f"{config.compile.backend}, {config.compile.bucketing} buckets"
-    microbatches = "microbatch" if layout.microbatches == 1 else "microbatches"
+    microbatches = counted(layout.microbatches, "microbatch", "microbatches")
     lines = [
         (
             f"{shape_words(config.model)} on {layout.world_size} {plan.machine.name}"
@@ -88,7 +88,7 @@ def recipe_lines(plan: Plan) -> list[str]:
         ),
         (
             f"batch: {layout.sequences_per_step:,} sequences of {layout.seq_len:,} tokens per step"
-            f" = {layout.tokens:,} tokens, {layout.microbatches} {microbatches} of"
+            f" = {layout.tokens:,} tokens, {microbatches} of"
             f" {layout.microbatch_size} per rank"
         ),
     ]
