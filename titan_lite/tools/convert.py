@@ -116,41 +116,22 @@ def write_torchtitan(
         _copy_tokenizer(unfinished, tokenizer.paths)
 
 
-class Rounding:
-    """The rounding of tensors to the dtype that is written, with a count of what it makes 0."""
-
-    def __init__(self) -> None:
-        self.vanished = 0  # numbers that were not 0
-        self.dtype = torch.float32  # in which they are
-
-    def apply(self, fqn: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor in `dtype`. Raises ConfigError if that does not have its numbers."""
-        finite = tensor.isfinite()
-        others = tensor.numel() - int(finite.sum())
-        if others:
-            logger.warning(f"{fqn}: {others:,} of {tensor.numel():,} numbers are NaN or infinite")
-        if dtype == tensor.dtype:
-            return tensor
-        rounded = tensor.to(dtype)
-        overflows = int((finite & ~rounded.isfinite()).sum())
-        nonzero = tensor != 0
-        vanished = int((nonzero & (rounded == 0)).sum())
-        why = ""
-        if overflows:
-            largest = torch.finfo(dtype).max
-            why = f"{overflows:,} of {tensor.numel():,} numbers are above its largest, {largest:g}"
-        elif vanished and vanished == int(nonzero.sum()):
-            why = f"all {vanished:,} numbers that are not 0 are too small for it"
-        if why:
-            instead = "bfloat16" if dtype == torch.float16 else _name(tensor.dtype)
-            raise ConfigError(f"--dtype {_name(dtype)}: {fqn}: {why}; use --dtype {instead}")
-        self.vanished += vanished
-        self.dtype = dtype
-        return rounded
-
-    def log(self) -> None:
-        if self.vanished:
-            logger.info(f"{self.vanished:,} numbers were too small for {_name(self.dtype)}: now 0")
+def _rounded(fqn: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in `dtype`. Raises ConfigError if that does not have its numbers."""
+    finite = tensor.isfinite()
+    others = tensor.numel() - int(finite.sum())
+    if others:
+        logger.warning(f"{fqn}: {others:,} of {tensor.numel():,} numbers are NaN or infinite")
+    rounded = tensor.to(dtype)
+    overflows = int((finite & ~rounded.isfinite()).sum())
+    if overflows:
+        largest = torch.finfo(dtype).max
+        instead = "bfloat16" if dtype == torch.float16 else _name(tensor.dtype)
+        raise ConfigError(
+            f"--dtype {_name(dtype)}: {fqn}: {overflows:,} of {tensor.numel():,} numbers are above"
+            f" its largest, {largest:g}; use --dtype {instead}"
+        )
+    return rounded
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -180,16 +161,12 @@ def _written_tensors(
             shape, stored_as = weights.shapes[fqn], dtype or weights.dtypes[fqn]
         planned[name] = torch.empty(shape, dtype=stored_as, device="meta")
 
-    rounding = Rounding()
-
     def read(name: str) -> Tensor:
-        return rounding.apply(fqns[name], converted(fqns[name]), planned[name].dtype)
+        return _rounded(fqns[name], converted(fqns[name]), planned[name].dtype)
 
     with new_folder(folder, "TARGET") as unfinished:
-        _check_room(unfinished, sum(tensor.nbytes for tensor in planned.values()))
         tensor_files.write_one_by_one(unfinished, planned, read)
         yield unfinished
-    rounding.log()
 
 
 def write_hf(
@@ -209,11 +186,9 @@ def write_hf(
     warn_of_biases(weights)
     sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
     with new_folder(folder, "TARGET") as unfinished:
-        _check_room(unfinished, sum(sizes.values()))
         _write_configs(unfinished, weights, dtypes["tok_embeddings.weight"], loaded)
-        rounding = Rounding()
         shards = split_into_shards(sizes, shard_bytes)
-        _write_shards(unfinished, weights, dtypes, shards, rounding)
+        _write_shards(unfinished, weights, dtypes, shards)
         _copy_tokenizer(unfinished, tokenizer.paths)
         if isinstance(loaded, TiktokenTokenizer):  # transformers reads a tokenizer.json alone
             _write_json(unfinished / "tokenizer.json", to_json(loaded))
@@ -224,7 +199,6 @@ def write_hf(
                 _write_json(config, tokenizer_config(loaded))
             if isinstance(weights, CheckpointFolder) and weights.state.identity.tokenizer:
                 _put_bos(unfinished, loaded)
-    rounding.log()
 
 
 def warn_of_biases(weights: Weights) -> None:
@@ -274,7 +248,6 @@ def _write_shards(
     weights: Weights,
     dtypes: Mapping[str, torch.dtype],
     shards: Sequence[Sequence[str]],
-    rounding: Rounding,
 ) -> None:
     """Write the safetensors files, and the index of several."""
     file_of: dict[str, str] = {}  # by name in transformers
@@ -285,7 +258,7 @@ def _write_shards(
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for fqn in shard:
-            weight = rounding.apply(fqn, weights.read(fqn), dtypes[fqn])
+            weight = _rounded(fqn, weights.read(fqn), dtypes[fqn])
             tensors.update(to_hf(fqn, weight, weights.config))
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         file_of |= dict.fromkeys(tensors, file)
@@ -350,16 +323,6 @@ def _put_bos(folder: Path, tokenizer: JsonTokenizer) -> None:
         f"{path.name} and {config.name} put {bos} before a text, as training did; the tokenizer of"
         " the run does not"
     )
-
-
-def _check_room(unfinished: Path, needed: int) -> None:
-    """Raise ConfigError if the disk has no room for `needed` bytes."""
-    free = shutil.disk_usage(unfinished).free
-    if free < needed:
-        raise ConfigError(
-            f"{unfinished.parent} has {free / 1e9:.2f} GB free, and {needed / 1e9:.2f} GB are"
-            " needed; use another disk"
-        )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

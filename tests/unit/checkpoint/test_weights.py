@@ -621,12 +621,6 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
         write_hf(tmp_path / "new", weights)
     assert sorted(os.listdir(tmp_path)) == ["there", "unfinished-new"]
 
-    monkeypatch.setattr(
-        convert.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0)
-    )
-    with pytest.raises(ConfigError, match=r"has 0\.00 GB free"):
-        write_hf(tmp_path / "new", weights)
-
 
 @UNTIED_ONLY
 @pytest.mark.parametrize(
@@ -824,34 +818,15 @@ def changed(folder, tmp_path, name, change):
 
 @UNTIED_ONLY
 @pytest.mark.parametrize("target", ["hf", "step"])
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        (
-            "model.layers.1.mlp.up_proj.weight",
-            lambda tensor: tensor[:2, 0].fill_(-1e5),
-            (
-                "--dtype float16: layers.1.feed_forward.w3.weight: 2 of 3,072 numbers are above"
-                " its largest, 65504; use --dtype bfloat16"
-            ),
-        ),
-        (
-            "model.layers.0.input_layernorm.weight",
-            lambda tensor: tensor.fill_(1e-9),
-            (
-                "--dtype float16: layers.0.attention_norm.weight: all 48 numbers that are not 0"
-                " are too small for it; use --dtype bfloat16"
-            ),
-        ),
-    ],
-)
-def test_a_dtype_that_has_not_the_numbers_is_refused(
-    folder, tmp_path, capsys, target, name, change, words
-):
-    source = changed(folder, tmp_path, name, change)
+def test_a_dtype_that_has_not_the_numbers_is_refused(folder, tmp_path, capsys, target):
+    name = "model.layers.1.mlp.up_proj.weight"
+    source = changed(folder, tmp_path, name, lambda tensor: tensor[:2, 0].fill_(-1e5))
     convert_to = ["--to", target, "--dtype"]
     assert convert.main([str(source), str(tmp_path / "out"), *convert_to, "float16"]) == 2
-    assert f"error: {words}" in capsys.readouterr().err
+    assert (
+        "error: --dtype float16: layers.1.feed_forward.w3.weight: 2 of 3,072 numbers are above its"
+        " largest, 65504; use --dtype bfloat16"
+    ) in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["changed"]  # nothing half-written
     assert convert.main([str(source), str(tmp_path / "out"), *convert_to, "bfloat16"]) == 0
 
@@ -864,19 +839,14 @@ def test_an_overflow_of_bfloat16_names_the_dtype_that_has_the_number(folder, tmp
 
 
 @UNTIED_ONLY
-def test_numbers_that_vanish_or_are_none_are_told(folder, tmp_path, capsys):
+def test_numbers_that_are_none_are_told(folder, tmp_path, capsys):
     def change(tensor):
-        tensor[0] = 1e-9
-        tensor[1] = float("nan")
-        tensor[2] = float("inf")
+        tensor[0] = float("nan")
+        tensor[1] = float("inf")
 
     source = changed(folder, tmp_path, "model.norm.weight", change)
     assert convert.main([str(source), str(tmp_path / "out"), "--dtype", "float16"]) == 0
-    told = capsys.readouterr().out
-    assert "norm.weight: 2 of 48 numbers are NaN or infinite" in told
-    assert "numbers were too small for float16: now 0" in told
-    found = open_weights(tmp_path / "out")
-    assert found.read("norm.weight")[0] == 0
+    assert "norm.weight: 2 of 48 numbers are NaN or infinite" in capsys.readouterr().out
 
 
 # The file that has a weight
