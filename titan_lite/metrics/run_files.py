@@ -48,14 +48,8 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
     A torn line is skipped.
     """
-    metrics: dict[int, dict[str, float]] = {}
-    for entry in valid_entries(path):
-        if "resumed_from" in entry:
-            resumed_from = entry["resumed_from"]
-            metrics = {step: values for step, values in metrics.items() if step <= resumed_from}
-        else:
-            metrics.setdefault(entry["step"], {}).update(entry)
-    return dict(sorted(metrics.items()))
+    rows, _, _ = _rows_by_step(path)
+    return dict(sorted(rows.items()))
 
 
 def last_start(path: Path) -> int:
@@ -122,6 +116,15 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
 
     A row also has "tokens" and "hours" of training so far.
     """
+    rows, resumes, notes = _rows_by_step(path)
+    ordered = [rows[step] for step in sorted(rows)]
+    _add_totals(ordered)
+    return ordered, resumes, notes
+
+
+def _rows_by_step(
+    path: Path,
+) -> tuple[dict[int, dict[str, float]], list[dict[str, Any]], list[str]]:
     rows: dict[int, dict[str, float]] = {}
     resumes: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -133,9 +136,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
             rows = {step: row for step, row in rows.items() if step <= entry["resumed_from"]}
         else:
             rows.setdefault(entry["step"], {}).update(entry)
-    ordered = [rows[step] for step in sorted(rows)]
-    _add_totals(ordered)
-    return ordered, resumes, notes
+    return rows, resumes, notes
 
 
 def _resume_event(resumed_from: int, rows: Mapping[int, Any]) -> dict[str, Any]:
