@@ -56,12 +56,11 @@ def _share(error: Exception) -> str | None:
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or getattr(error, "everywhere", False):
         return None
+    limit = GRACE_AFTER_LOST_CONNECTION
     if not is_communication_error(error):
         failure = f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"
-        limit = GRACE_AFTER_LOST_CONNECTION
         call_within(limit, lambda: connect(limit).compare_set(CAUSE, "", failure))
         return None
-    limit = GRACE_AFTER_LOST_CONNECTION
     cause = call_within(2 * GRACE, lambda: wait_for(connect(limit), CAUSE, limit))
     if not cause:
         progress.lost_rank(error)
