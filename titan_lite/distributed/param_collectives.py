@@ -79,8 +79,8 @@ PLAIN = Transport()
 class ShardSpec:
     """The gather of one parameter and the reduction of its gradient.
 
-    Plain values only, so that tracing sees constants. A shard has ceil(rows / shard_degree) rows.
-    The last shards have fewer or none, and are padded for the collectives.
+    Plain values but for the transport, so that tracing sees constants. A shard has ceil(rows /
+    shard_degree) rows. The last shards have fewer or none, and are padded for the collectives.
     """
 
     fqn: str  # the first one of a tied weight
@@ -189,12 +189,11 @@ class ShardSpec:
 
     @property
     def has_stand_in(self) -> bool:
+        """True if the weight travels in another dtype than param_dtype (`stand_in`)."""
         return self.gather_dtype != self.param_dtype
 
     def stand_in(self, weight: Tensor) -> Tensor | None:
-        """Return what carries the gradient of a gathered weight in autograd, where it travels in
-        another dtype than param_dtype; None: the weight itself does.
-        """
+        """Return what carries the gradient of a gathered weight in autograd; None: the weight."""
         return stand_in(weight, self.param_dtype) if self.has_stand_in else None
 
     def gradient_of(self, weight: Tensor | None, stand_in: Tensor | None) -> Tensor:

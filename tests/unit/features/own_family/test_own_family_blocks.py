@@ -272,6 +272,7 @@ def test_a_style_that_does_not_fit_shows_without_ranks(tmp_path):
     assert "give its modules other styles in `styles` of the Family" in message
     checked(tmp_path / "alone.py", styled(gate="replicated"))
     checked(tmp_path / "right.py", options=[*TP, *FLOAT8])
+    checked(tmp_path / "right.py", options=[*TP, *FLOAT8, "--compile.enable"])
     checked(tmp_path / "compiled.py", options=[*TP, *CP, "--compile.enable"], ranks=4)
 
 
