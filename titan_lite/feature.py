@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from titan_lite.alone import Alone
+    from titan_lite.compile.joint import SplitBackward
     from titan_lite.compile.schedule import Pass
     from titan_lite.config import Config
     from titan_lite.config.families import Shape
@@ -157,6 +158,12 @@ class Feature:
         then communicate. mesh: of all axes.
         """
         return {}
+
+    def split_backward(self) -> SplitBackward | None:
+        """Return what splits backward graphs in two, where a pipeline schedule runs their halves
+        apart.
+        """
+        return None
 
     def repeats_steps(self, config: Config) -> bool:
         """Return True if forward and backward of a step may run again (StepPart.repeat): other

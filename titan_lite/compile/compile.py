@@ -1,6 +1,6 @@
 """Compile the parallelized model. Passes on its graphs replace the hooks of FSDP.
 
-    schedule = Schedule(PassSettings(config.compile, machine))
+    schedule = Schedule(PassSettings(config.compile, machine), choose_passes(config.compile))
     compiled = compile_model(traceable, schedule)                   # at its first call
     loss = compile_function(loss, config.compile)                   # without passes
 
@@ -36,7 +36,7 @@ from titan_lite import progress
 from titan_lite.compile.backends import aot_eager_backend, inductor_backend
 from titan_lite.compile.compiled_model import CompiledModel
 from titan_lite.compile.errors import CompileError, explain
-from titan_lite.compile.joint import TraceSettings
+from titan_lite.compile.joint import SplitBackward, TraceSettings
 from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
@@ -53,7 +53,7 @@ def compile_model(
     *,
     memory_budget: float = 1.0,
     full_backward: bool = True,
-    backward_halves: bool = False,
+    split_backward: SplitBackward | None = None,
     inductor_settings: Mapping[str, object] = MappingProxyType({}),
 ) -> CompiledModel:
     """Return what runs a model by compiled graphs. The model does not change.
@@ -63,8 +63,8 @@ def compile_model(
 
     schedule: the passes, run on forward, then on backward. memory_budget: share of the activations
     saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
-    full_backward: backward can run at once. backward_halves: it can run in halves
-    (CompiledModel.first_halves).
+    full_backward: backward can run at once. split_backward: makes its halves,
+    if it can run in halves (CompiledModel.first_halves).
     inductor_settings: beside Inductor's own.
     """
     config = schedule.settings.config
@@ -77,7 +77,7 @@ def compile_model(
         keep_gathered=traceable.weights.kept,
         memory_budget=memory_budget,
         full_backward=full_backward,
-        backward_halves=backward_halves,
+        split_backward=split_backward,
         tag_joint=schedule.tag_joint,
     )
     if is_inductor:

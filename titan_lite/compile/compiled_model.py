@@ -32,7 +32,7 @@ Backend = Callable[[Mapping[str, GraphModule]], Mapping[str, BoxedFunction]]
 
 @dataclass(frozen=True)
 class CompiledHalves:
-    """A compiled backward in halves (backward_halves.py)."""
+    """A compiled backward in halves (BackwardHalves)."""
 
     # saved values, gradient of the output -> gradients of inputs, values for the other half
     input: BoxedFunction

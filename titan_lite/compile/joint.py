@@ -13,7 +13,7 @@ partitioner reads when it divides the graph.
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.fx.traceback
@@ -34,6 +34,9 @@ from titan_lite.compile.passes import resharding
 from titan_lite.compile.torch_patches import is_compiling, no_random_state_saved
 from titan_lite.models.experts import CHOICE
 
+if TYPE_CHECKING:
+    from titan_lite.compile.model_parts import Value
+
 MIN_BUDGET = 1e-9  # a memory budget that is not 0
 # Takes and returns tensors.
 TensorFunction = Callable[..., Sequence[Tensor]]
@@ -53,9 +56,9 @@ class TraceSettings:
     # share of the activations saved at 1.0 that may be saved; the partitioner recomputes the
     # cheapest per byte
     memory_budget: float = 1.0
-    # the graphs of backward: a full one, one for each half (backward_halves.py), or all three
+    # the graphs of backward: a full one, one for each half, or all three
     full_backward: bool = True
-    backward_halves: bool = False
+    split_backward: "SplitBackward | None" = None
     # tags the joint graph last, before it is divided
     tag_joint: Callable[[Graph], None] | None = None
 
@@ -78,6 +81,24 @@ class TracedFunction:
     def saved(self) -> list[Node]:
         """The saved values, in the forward graph: what backward takes first."""
         return results_of(self.forward.graph)[self.outputs :]
+
+
+@dataclass(frozen=True)
+class BackwardHalves:
+    """The halves of a backward graph. Values between them have the names of the graph's nodes.
+
+    Each half returns a gradient for each input of forward, None for those of the other half. After
+    them, the half of the input returns the values of `crossing`.
+    """
+
+    input: GraphModule  # has all placeholders of the graph that was split
+    weight: GraphModule  # its placeholders: `saved`, then `crossing`
+    saved: tuple[str, ...]  # placeholders of the graph that was split
+    crossing: tuple[str, ...]
+
+
+# Splits the backward of a part of a model, whose inputs are these.
+SplitBackward: TypeAlias = Callable[[TracedFunction, Sequence["Value"]], BackwardHalves]
 
 
 def trace(

@@ -18,8 +18,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from titan_lite.compile.backward_halves import BackwardHalves
 from titan_lite.compile.graph import add_call, placeholders, results_of
+from titan_lite.compile.joint import BackwardHalves
 from titan_lite.compile.model_parts import (
     BLOCK_OUTPUT,
     HIDDEN,

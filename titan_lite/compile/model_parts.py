@@ -18,12 +18,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dynamo.utils import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from titan_lite.compile.backward_halves import BackwardHalves, split_backward
-from titan_lite.compile.graph import placeholders, results_of
+from titan_lite.compile.graph import placeholders
 from titan_lite.compile.joint import (
+    BackwardHalves,
     CheckpointRule,
     TracedFunction,
     TraceSettings,
@@ -416,8 +416,8 @@ class _Tracer:
         self, traced: TracedFunction, inputs: Mapping[Value, Tensor], results: Sequence[Value]
     ) -> Part:
         halves = None
-        if traced.backward is not None and self.settings.backward_halves:
-            halves = halves_of(traced, traced.backward, list(inputs))
+        if traced.backward is not None and self.settings.split_backward is not None:
+            halves = self.settings.split_backward(traced, list(inputs))
         return Part(traced, list(inputs), results, halves)
 
     def kind_of(self, block: nn.Module, inputs: Mapping[Value, Tensor]) -> BlockKind:
@@ -440,29 +440,6 @@ class _Tracer:
                 for tensor in inputs.values()
             ],
         )
-
-
-def halves_of(
-    traced: TracedFunction, backward: GraphModule, inputs: Sequence[Value]
-) -> BackwardHalves:
-    """Split the backward of a part: gradients of hidden states first, then those of weights."""
-    of_hidden = [
-        gradient
-        for value, gradient in zip(inputs, results_of(backward.graph), strict=True)
-        if gradient is not None and value.kind in ("argument", "hidden", "block_output")
-    ]
-    forward_inputs = placeholders(traced.forward.graph)
-    weights = {
-        node for value, node in zip(inputs, forward_inputs, strict=True) if value.kind == "weight"
-    }
-    saved_placeholders = placeholders(backward.graph)[: len(traced.saved)]
-    saved_weights = [
-        placeholder
-        for node, placeholder in zip(traced.saved, saved_placeholders, strict=True)
-        if node in weights
-    ]
-    assert len(of_hidden) <= 1
-    return split_backward(backward, of_hidden[0] if of_hidden else None, saved_weights)
 
 
 def attributes_of(module: nn.Module) -> dict[str, object]:

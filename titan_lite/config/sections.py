@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from titan_lite.config.effects import OnlyWith, RestartsData, RestartsOptimizer, Rounding
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.optimizers import OPTIMIZERS
+from titan_lite.config.schedules import SCHEDULES
 from titan_lite.config.section import (
     ModuleNames,
     OutputPath,
@@ -284,12 +285,12 @@ class Parallelism(Section):
     pipeline_parallel_degree: int = Field(1, ge=1)
     """Groups of ranks that the layers are split over."""
 
-    pipeline_parallel_schedule: Literal[
-        "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
-    """Order of forwards and backwards in the pipeline: GPipe and 1F1B have one stage per rank,
-    Interleaved1F1B two or more, InterleavedZeroBubble two or more, and ZBVZeroBubble and DualPipeV
-    two. The last three split backward into gradients of inputs and of weights."""
+    pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = Field(  # type: ignore[valid-type]
+        "1F1B",
+        description="Order of forwards and backwards in the pipeline. "
+        + "; ".join(f"{name}: {schedule.about}" for name, schedule in SCHEDULES.items())
+        + ".",
+    )
 
     pipeline_parallel_microbatch_size: Rounding[int] = Field(1, ge=1)
     """Sequences per pipeline microbatch, of the local_batch_size."""

@@ -326,6 +326,9 @@ def compile_stages(
     checkpointing = config.activation_checkpoint
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
     features = features_of(config)
+    split_backward = None
+    for feature in features:
+        split_backward = feature.split_backward() or split_backward
     for stage, kinds in zip(stages, backwards, strict=True):
         inductor_settings: dict[str, object] = {}
         for feature in features:
@@ -335,7 +338,7 @@ def compile_stages(
             TraceableModel(stage.model, stage.sharding, stage.model.layers, checkpoint_rule),
             schedule,
             full_backward="B" in kinds,
-            backward_halves="I" in kinds,
+            split_backward=split_backward if "I" in kinds else None,
             inductor_settings=inductor_settings,
         )
         stage.compiled = compiled(memory_budget=budget)

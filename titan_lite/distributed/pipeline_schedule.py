@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from titan_lite.config import ConfigError, Parallelism
 from titan_lite.config.errors import alternatives
+from titan_lite.config.schedules import SCHEDULES
 from titan_lite.models.shapes import module_fqns
 
 if TYPE_CHECKING:  # torch is imported late: most recipes are checked without it
@@ -23,21 +24,6 @@ if TYPE_CHECKING:  # torch is imported late: most recipes are checked without it
 
 # The actions of each pipeline rank, in order.
 Order: TypeAlias = "Mapping[int, Sequence[_Action | None]]"
-
-STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-# Stages go round the ranks, that many times or more.
-ROUND = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
-# Stages go down the ranks and back, so that the first and the last one share a rank.
-V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
-# Backward is in two halves, which may run apart: gradients of inputs, and of weights.
-IN_HALVES = V_SHAPED | {"InterleavedZeroBubble"}
 
 
 class TooFewLayers(ConfigError):
@@ -86,20 +72,20 @@ class PipelineSchedule:
 def stages_per_rank(parallelism: Parallelism) -> int:
     """Return the stages of a rank: those that the recipe asks for, or the schedule's own number."""
     if parallelism.pipeline_parallel_stages_per_rank == -1:
-        return STAGES_PER_RANK[parallelism.pipeline_parallel_schedule]
+        return SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
     return parallelism.pipeline_parallel_stages_per_rank
 
 
 def runs_halves(parallelism: Parallelism) -> bool:
     """Return True if the schedule runs backward in two halves."""
     is_split = parallelism.pipeline_parallel_degree > 1
-    return is_split and parallelism.pipeline_parallel_schedule in IN_HALVES
+    return is_split and SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
 
 
 def _ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
     """Return the rank of each stage."""
     degree = parallelism.pipeline_parallel_degree
-    if parallelism.pipeline_parallel_schedule in V_SHAPED:
+    if SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
         return (*range(degree), *reversed(range(degree)))
     return tuple(range(degree)) * stages_per_rank(parallelism)
 
@@ -181,7 +167,7 @@ def order_of(parallelism: Parallelism, pipeline: PipelineSchedule) -> Order:
     name = parallelism.pipeline_parallel_schedule
     # Torch's classes of one stage a rank miscount the last stage's microbatches (torch 2.13), and
     # do not run by this order.
-    if degree == 1 or STAGES_PER_RANK[name] == 1:
+    if degree == 1 or SCHEDULES[name].stages_per_rank == 1:
         return one_stage_order(name, degree, pipeline.microbatches)
     stages: Any = [
         SimpleNamespace(  # what the schedule's constructor asks of a stage

@@ -4,9 +4,9 @@ recipe turns on.
 A feature is a folder with
     keys.py      KEYS, the keys that it adds to a recipe; TENSORS, what the tensors are that it adds
                  to checkpoints, by the first word of their names; OPTIMIZERS, the rows of
-                 optimizers; VALUES, what it adds to the values of a key; and OF_TORCHTITAN, what to
-                 use in place of keys of torchtitan (config/nearest.py), if it has any; always
-                 imported, without torch
+                 optimizers; SCHEDULES, those of pipeline schedules; VALUES, what it adds to the
+                 values of another key; and OF_TORCHTITAN, what to use in place of keys of
+                 torchtitan (config/nearest.py), if it has any; always imported, without torch
     rules.py     what cannot be together with these keys (titan_lite/rules/); always imported
     feature.py   FEATURE, its Feature (titan_lite/feature.py): where it takes part in a run
 
@@ -29,6 +29,7 @@ FEATURES = (
     "replica_check",
     "cost_buckets",
     "async_tp",
+    "split_backward",
 )
 
 

@@ -4,13 +4,9 @@ from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config
 from titan_lite.config.errors import alternatives, nearest_multiples
+from titan_lite.config.schedules import SCHEDULES
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.pipeline_schedule import (
-    ROUND,
-    STAGES_PER_RANK,
-    runs_halves,
-    stages_per_rank,
-)
+from titan_lite.distributed.pipeline_schedule import stages_per_rank
 from titan_lite.models.shapes import module_fqns, parameter_shapes, shape_words
 from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout
 from titan_lite.sharding import chunk_range
@@ -55,16 +51,17 @@ def schedule_has_its_stages_per_rank(config: Config, layout: Layout) -> Iterator
     if layout.degrees["pp"] == 1:
         return
     name = config.parallelism.pipeline_parallel_schedule
-    usual = STAGES_PER_RANK[name]
+    schedule = SCHEDULES[name]
+    usual = schedule.stages_per_rank
     per_rank = stages_per_rank(config.parallelism)
-    if name in ROUND and per_rank < 2:
+    if schedule.goes_round and per_rank < 2:
         why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual} or more'
         instead = f'-1 or {usual}, or pipeline_parallel_schedule = "GPipe"'
-    elif name not in ROUND and per_rank != usual:
+    elif not schedule.goes_round and per_rank != usual:
         why = f'is not for pipeline_parallel_schedule = "{name}", which has {usual}'
         instead = f"-1 or {usual}"
         if per_rank > 1:
-            instead += _or_interleaved(layout)
+            instead += or_interleaved(layout)
     else:
         return
     yield Mistake("parallelism.pipeline_parallel_stages_per_rank", per_rank, why, instead)
@@ -89,16 +86,10 @@ def schedule_has_its_microbatches(config: Config, layout: Layout) -> Iterator[Mi
         instead += ', or pipeline_parallel_schedule = "GPipe"'
         yield Mistake(key, name, why, instead)
     rounds = _rounds(layout)
-    if name in ROUND and microbatches % rounds:
+    if SCHEDULES[name].goes_round and microbatches % rounds:
         why = f"with {degree} ranks goes in {rounds} rounds, which do not divide {batch}"
         fitting = nearest_multiples(layout.local_batch_size, degree * sequences)
         yield Mistake(key, name, why, f"training.local_batch_size = {alternatives(fitting)}")
-    stages = 2 * degree
-    if name == "DualPipeV" and microbatches < stages:
-        why = f"needs as many microbatches as stages, {stages}, but {batch}"
-        instead = f"training.local_batch_size = {stages * sequences}"
-        instead += ', or pipeline_parallel_schedule = "ZBVZeroBubble"'
-        yield Mistake(key, name, why, instead)
 
 
 def _rounds(layout: Layout) -> int:
@@ -106,32 +97,11 @@ def _rounds(layout: Layout) -> int:
     return max(1, layout.pipeline.microbatches // layout.degrees["pp"])
 
 
-def _or_interleaved(layout: Layout) -> str:
+def or_interleaved(layout: Layout) -> str:
     """Return the end of a message that offers "Interleaved1F1B", where it has its microbatches."""
     if layout.pipeline.microbatches % _rounds(layout):
         return ""
     return ', or pipeline_parallel_schedule = "Interleaved1F1B"'
-
-
-@rule_of_layout
-def zero_bubble_cuts_a_backward_that_can_be_cut(
-    config: Config, layout: Layout
-) -> Iterator[Mistake]:
-    key = "parallelism.pipeline_parallel_schedule"
-    name = config.parallelism.pipeline_parallel_schedule
-    if not runs_halves(config.parallelism) or config.compile.compiles("model"):
-        return  # a compiled backward has graphs of the halves
-    if config.compile.compiles("loss"):
-        why = "cuts backward in two, which a compiled loss with a model in eager mode cannot be"
-        instead = 'compile.components = ["model", "loss"]' + _or_interleaved(layout)
-        yield Mistake(key, name, why, instead)
-    if config.activation_checkpoint.mode != "none":
-        why = (
-            "cuts backward in two, and in eager mode each half would recompute every block, the"
-            " second one once for each weight"
-        )
-        instead = 'compile.enable = true, or activation_checkpoint.mode = "none"'
-        yield Mistake(key, name, why, instead + _or_interleaved(layout))
 
 
 @rule_of_keys

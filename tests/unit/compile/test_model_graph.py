@@ -25,6 +25,7 @@ from titan_lite.distributed.activation_checkpoint import (
     apply_activation_checkpoint,
     checkpoint_rule,
 )
+from titan_lite.features.split_backward.backward_halves import halves_of
 from titan_lite.models.attention import doc_starts
 from titan_lite.models.transformer import Transformer
 
@@ -220,7 +221,7 @@ def test_halves_are_the_whole_to_the_bit(config, without, mode):
     output, of_input, of_weights = run(model, argument)
     schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
     traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
-    compiled = compile_model(traceable, schedule, backward_halves=True)
+    compiled = compile_model(traceable, schedule, split_backward=halves_of)
 
     whole = run(model, argument, by=compiled)
     torch.testing.assert_close(whole, (output, of_input, of_weights), rtol=0, atol=0)

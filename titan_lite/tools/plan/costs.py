@@ -23,7 +23,7 @@ from titan_lite.graph import KINDS, collective_bytes, kind_of, named_axis, param
 from titan_lite.models.fqns import block_of, last_block
 
 # The graphs of a stage, in the order they run. The backward of a microbatch is one graph, or two
-# halves where the pipeline schedule runs these apart (compile/backward_halves.py).
+# halves where the pipeline schedule runs these apart (features/split_backward/).
 GRAPHS = (
     "forward",
     "backward",

@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from titan_lite.config import Config, ConfigError, Parallelism, flatten
 from titan_lite.config.load import option
+from titan_lite.config.schedules import SCHEDULES
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.layout import DEGREES
 from titan_lite.distributed.pipeline_schedule import (
-    IN_HALVES,
     PipelineSchedule,
     computations,
     order_of,
@@ -255,7 +255,8 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
         has_pipeline = degrees["pp"] > 1
         schedules: list[str] = [config.parallelism.pipeline_parallel_schedule]
         if has_pipeline:
-            schedules = ["1F1B", "Interleaved1F1B", *sorted(IN_HALVES)]
+            halved = sorted(name for name in SCHEDULES if SCHEDULES[name].splits_backward)
+            schedules = ["1F1B", "Interleaved1F1B", *halved]
         without_copies: Change = {}
         if degrees["dp_replicate"] == 1 and COMPRESSION in flatten(config):
             without_copies = {COMPRESSION: "none"}

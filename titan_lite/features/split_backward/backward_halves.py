@@ -22,7 +22,6 @@ if tokens are not gathered again.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import networkx as nx
@@ -32,6 +31,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import extract, placeholders, results_of
+from titan_lite.compile.joint import BackwardHalves, TracedFunction
+from titan_lite.compile.model_parts import Value
 from titan_lite.graph import (
     KINDS,
     ancestors,
@@ -51,18 +52,27 @@ WAIT = collectives.wait_tensor.default
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
 
-@dataclass(frozen=True)
-class BackwardHalves:
-    """The halves of a backward graph. Values between them have the names of the graph's nodes.
-
-    Each half returns a gradient for each input of forward, None for those of the other half. After
-    them, the half of the input returns the values of `crossing`.
-    """
-
-    input: GraphModule  # has all placeholders of the graph that was split
-    weight: GraphModule  # its placeholders: `saved`, then `crossing`
-    saved: tuple[str, ...]  # placeholders of the graph that was split
-    crossing: tuple[str, ...]
+def halves_of(traced: TracedFunction, inputs: Sequence[Value]) -> BackwardHalves:
+    """Split the backward of a part: gradients of hidden states first, then those of weights."""
+    backward = traced.backward
+    assert backward is not None
+    of_hidden = [
+        gradient
+        for value, gradient in zip(inputs, results_of(backward.graph), strict=True)
+        if gradient is not None and value.kind in ("argument", "hidden", "block_output")
+    ]
+    forward_inputs = placeholders(traced.forward.graph)
+    weights = {
+        node for value, node in zip(inputs, forward_inputs, strict=True) if value.kind == "weight"
+    }
+    saved_placeholders = placeholders(backward.graph)[: len(traced.saved)]
+    saved_weights = [
+        placeholder
+        for node, placeholder in zip(traced.saved, saved_placeholders, strict=True)
+        if node in weights
+    ]
+    assert len(of_hidden) <= 1
+    return split_backward(backward, of_hidden[0] if of_hidden else None, saved_weights)
 
 
 def split_backward(

@@ -10,7 +10,6 @@ from tiny import HEADS
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compile.backward_halves import split_backward
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.schedule import Schedule
@@ -24,6 +23,7 @@ from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import keep_modules
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from titan_lite.features.split_backward.backward_halves import split_backward
 from titan_lite.graph import MATMULS, is_all_gather, nbytes_of, parameters_of
 from titan_lite.models.transformer import Transformer
 
