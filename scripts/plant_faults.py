@@ -187,6 +187,27 @@ FAULTS = (
         "(self.n_experts * counts - counts.sum()).sign()",
         ("unit/features/moe/test_expert_balance.py", "distributed/test_balance_on_layouts.py"),
     ),
+    # Every chunk has the tokens of the first.
+    Fault(
+        "features/async_tp/token_chunks.py",
+        "shard, 1, chunk * size, (chunk + 1) * size",
+        "shard, 1, 0, size",
+        ("unit/features/async_tp",),
+    ),
+    # A weight stays in its bucket, however long it takes to copy it out.
+    Fault(
+        "features/cost_buckets/greedy.py",
+        "return [bucket] if machine.memory_traffic(copied) <= saved else [others, large]",
+        "return [bucket]",
+        ("unit/features/cost_buckets",),
+    ),
+    # The fewest values live from one half of a backward to the other, and not the fewest bytes.
+    Fault(
+        "features/split_backward/backward_halves.py",
+        '["capacity"] = nbytes_of(node)',
+        '["capacity"] = 1',
+        ("unit/features/split_backward",),
+    ),
     # The keys of a feature are unknown.
     Fault(
         "features/__init__.py",
