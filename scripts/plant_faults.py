@@ -152,20 +152,6 @@ FAULTS = (
         "tail = (degree + rank) * chunk",
         ("unit/distributed/test_context_parallel.py", "distributed/test_layouts.py"),
     ),
-    # A product of tokens by themselves is fused with the gather of one of them.
-    Fault(
-        "features/async_tp/fused_products.py",
-        "in products_of(site.all_tokens) if product.args[1] not in late",
-        "in products_of(site.all_tokens)",
-        ("unit/features/async_tp",),
-    ),
-    # A weight is copied into a bucket where that takes longer than what it saves.
-    Fault(
-        "features/cost_buckets/greedy.py",
-        "machine.memory_traffic(copied) <= saved",
-        "machine.memory_traffic(copied) >= saved",
-        ("unit/features/cost_buckets",),
-    ),
     # Copies that differ are not told.
     Fault(
         "features/replica_check/comparison.py",
