@@ -10,7 +10,6 @@ titan_lite/rules/. Help and docs/recipes.md are made from these docstrings by he
 torch.
 """
 
-import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -551,14 +550,12 @@ class Data(Corpus):
             else:
                 text = f"{source.dataset} {source.subset}".strip()
             name = re.sub(r"[^\w.-]+", "_", text) or source.dataset
-            numbered = (f"{name}_{number}" for number in itertools.count(2))
-            names.append(
-                next(
-                    each
-                    for each in (name, *itertools.islice(numbered, len(names)))
-                    if each not in names
-                )
-            )
+            unique = name
+            number = 2
+            while unique in names:
+                unique = f"{name}_{number}"
+                number += 1
+            names.append(unique)
         return names
 
     def mixture(self) -> "list[tuple[float, Data]]":
