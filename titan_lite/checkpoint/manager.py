@@ -224,7 +224,8 @@ class Checkpointer(SavedSteps):
     def verified_step(self) -> int | None:
         """Return `step_to_load` after a check of every byte.
 
-        Newer steps that are damaged are renamed, and the reason is logged. Raises ConfigError.
+        Newer steps that are damaged are renamed, and the reason is logged; with other copies of the
+        run the one that saves does so. Raises ConfigError.
         """
         damaged: dict[int, str] = {}
         while True:
@@ -233,9 +234,12 @@ class Checkpointer(SavedSteps):
                 return None
             fault = first_nonempty(self._fault_in_share(step), self._processes())
             if not fault:
-                self._set_aside_newer(step, damaged)
+                if self.is_alone:
+                    self.set_aside_after(step, damaged)
                 return step
             damaged[step] = fault
+            if dist.get_rank() == 0 and not self.is_alone:
+                logger.warning(f"step-{step} is not loaded: {fault}")
 
     def _agreed_step(self, damaged: Mapping[int, str]) -> int | None:
         """Return `step_to_load` of the first rank. Raises ConfigError on all ranks.
@@ -252,37 +256,15 @@ class Checkpointer(SavedSteps):
         self._raise_on_all(error)
         return json.loads(first_nonempty(choice, self._processes()))
 
-    def _set_aside_newer(self, step: int, damaged: Mapping[int, str]) -> None:
-        """Rename the steps newer than `step`, which the run will save again, and log what is wrong
-        with older ones.
+    def set_aside_after(self, step: int, damaged: Mapping[int, str] | None = None) -> None:
+        """Rename the damaged steps newer than `step`, which the run will save again.
+
+        damaged: steps that are known to be, and why. Raises ConfigError.
         """
         error = ""
         if dist.get_rank() == 0:
             for other in self.present():
-                if other == step:
-                    continue
-                fault = damaged.get(other) or self.fault(other)
-                if other > step:
-                    error = self._set_aside(other, fault) or error
-                elif fault:
-                    logger.warning(f"step-{other} could not be loaded, either: {fault}")
-        self._raise_on_all(error)
-
-    def _set_aside(self, step: int, fault: str) -> str:
-        """Rename a damaged step; return the error, or ""."""
-        if not self.is_alone:  # a living copy deletes steps, and has a newer state
-            logger.warning(f"step-{step} is not loaded: {fault}")
-            return ""
-        return self._rename_damaged(step, fault)
-
-    def set_aside_after(self, step: int) -> None:
-        """Rename the damaged steps newer than `step`, which the run will save, in the copy of the
-        model that saves. Raises ConfigError.
-        """
-        error = ""
-        if dist.get_rank() == 0:
-            for other in self.present():
-                if other > step and (fault := self.fault(other)):
+                if other > step and (fault := (damaged or {}).get(other) or self.fault(other)):
                     error = self._rename_damaged(other, fault) or error
         self._raise_on_all(error)
 
