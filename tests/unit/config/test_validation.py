@@ -82,15 +82,6 @@ def test_other_keys_are_as_of_data(corpus):
     assert (hub.dataset, hub.subset, hub.split) == ("owner/name", "en", "validation")
 
 
-def test_a_path_is_relative_to_its_recipe(corpus):
-    recipe = corpus / "mine.toml"
-    recipe.write_text(
-        f'extends = "{DEBUG}"\n[validation]\npath = "val.jsonl"\n[data]\ndataset = "local"\n'
-        'path = "train"\n'
-    )
-    assert checked(load_config(recipe)).validation.path == str(corpus / "val.jsonl")
-
-
 def test_a_mixture_to_train_on_has_one_set_to_validate_on_or_several(corpus):
     two = f'[{{dataset = "local", path = "{corpus}/train/a.jsonl"}}, {{dataset = "stdlib"}}]'
     config = load_config(DEBUG, [f"--data.sources={two}", f"--validation.path={corpus}/val.jsonl"])
@@ -221,14 +212,6 @@ def test_sources_with_the_same_documents_hold_none_out(corpus):
     paths[1] = f"{corpus}/train/sub"
     checked(mixed("--validation.no-enable"))
     checked(mixed(f"--validation.path={corpus}/val.jsonl"))
-
-
-def test_a_large_copy_is_known(corpus):
-    text = "".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(200_000))
-    (corpus / "train" / "large.jsonl").write_text(text)
-    (corpus / "copy.jsonl").write_text(text)
-    message = message_of(on(corpus, f"--validation.path={corpus}/copy.jsonl"))
-    assert "(copy.jsonl is large.jsonl there)" in message
 
 
 def test_empty_files_are_no_copies_of_each_other(corpus):

@@ -209,21 +209,6 @@ def test_local_shuffle_is_a_new_order_every_epoch_and_the_same_everywhere(tmp_pa
     assert read(build_source(data, split="train", seed=4), 0, 60) != stream[:60]
 
 
-def test_local_split_is_disjoint_and_stays_when_files_are_added(tmp_path):
-    texts = [str(i) for i in range(200)]
-    write_jsonl(tmp_path / "m.jsonl", texts)
-
-    def split(name, count, fraction=0.2):
-        data = local(tmp_path, validation_fraction=fraction, shuffle=True)
-        return {text for _, text in read(build_source(data, split=name, seed=0), 0, count)}
-
-    held_out = split("validation", 400)  # several epochs: all of them
-    assert 20 < len(held_out) < 60
-    assert split("train", 200 - len(held_out)) == set(texts) - held_out
-    write_jsonl(tmp_path / "a.jsonl", ["new"] * 5)
-    assert split("validation", 400) - {"new"} == held_out
-
-
 @pytest.mark.parametrize(("split", "fraction"), [("validation", 0.0), ("train", 0.999999)])
 def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
     write_jsonl(tmp_path / "a.jsonl", ["x", "y"])

@@ -60,12 +60,6 @@ def test_all_documents_are_trained_on_and_all_of_its_own_validated_on(corpus):
     assert documents(config.validation_data, "validation") == list(range(100, 112))
 
 
-def test_documents_may_be_held_out_all_the_same(corpus):
-    config = recipe(corpus, "--data.validation_fraction=0.3")
-    assert 0 < len(documents(config.data, "train")) < 40
-    assert documents(config.validation_data, "validation") == list(range(100, 112))
-
-
 def test_several_of_its_own_are_mixed(corpus):
     (corpus / "other.jsonl").write_text(json.dumps({"text": "document 200."}) + "\n")
     sources = [
@@ -84,11 +78,6 @@ def test_several_of_its_own_are_mixed(corpus):
 def loader_of(data):
     shape = dict(streams=2, batch_size=2, seq_len=8, dp_rank=0, dp_degree=1, seed=0)
     return build_loader(data, TOKENIZER, split="validation", **shape)
-
-
-def test_a_start_line_names_it(corpus):
-    lines = loader_of(recipe(corpus).validation_data).source_lines()
-    assert lines == [f"validation: local ({corpus}/val.jsonl), 1 file, 0.00 MiB"]
 
 
 def identity(config):

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from identified import identify
 
-from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files, read_piece, text_of
@@ -144,12 +144,6 @@ def test_a_folder_a_file_and_a_pattern_at_a_url_are_read_as_on_disk(tmp_path):
     with pytest.raises(ConfigError, match=r'"nowhere://x" cannot be read \(ValueError|not known'):
         check_data(local("nowhere://x"))
     memory.rm("/corpus", recursive=True)
-
-
-def test_a_url_in_a_recipe_stays_one():
-    options = ["--data.dataset=local", "--data.path=s3://bucket/corpus/*.jsonl.gz"]
-    config = load_config(ROOT / "train_configs/debug_model.toml", options)
-    assert config.data.path == "s3://bucket/corpus/*.jsonl.gz"
 
 
 # What is no file

@@ -17,7 +17,7 @@ from titan_lite.checkpoint.run_identity import (
 from titan_lite.config import ConfigError, Data, load_config, to_toml
 from titan_lite.config.errors import shown
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.documents import build_source, check_data
+from titan_lite.data.documents import build_source
 from titan_lite.data.files import local_files
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
@@ -135,8 +135,3 @@ def test_messages_log_and_events_have_no_secret(corpus, caplog, tmp_path, monkey
         logger.warning("reads %s", URL)
     assert "SECRET" not in caplog.text
     assert caplog.text.count("***@host") == 2
-
-
-def test_data_at_a_url_with_a_password_is_read(corpus):
-    check_data(local(URL))
-    assert [file.path for file in local_files(local(URL))] == [f"{URL}/0.jsonl"]
