@@ -43,7 +43,7 @@ def model_of(config):
 
 def save_hf(folder, config):
     model = model_of(config)
-    save_file(in_files(model, config), folder / "x.safetensors")
+    save_file(in_files(model, config), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, torch.float32)))
 
 
@@ -344,9 +344,9 @@ def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, mon
 
 def test_weights_that_are_no_numbers_are_named(tmp_path, capsys):
     save_hf(tmp_path, TINY)
-    tensors = load_file(tmp_path / "x.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
-    save_file(tensors, tmp_path / "x.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
     shutil.copyfile(TOKENIZER, tmp_path / "tokenizer.model")
     assert command.main([str(tmp_path), "--device", "cpu"]) == 2
     captured = capsys.readouterr()
