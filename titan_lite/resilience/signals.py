@@ -92,8 +92,10 @@ def _wait() -> None:
     _record(signal.sigwait(STOPPING))
     while True:
         number = signal.sigwait(STOPPING)
-        why = LAUNCHER_DEATH if _launcher_has_died() else "SIGINT again"
-        if why == LAUNCHER_DEATH or number == signal.SIGINT:
+        # The kernel tells of one death for each thread of the launcher that inherits this process.
+        died = _first_signal != LAUNCHER_DEATH and _launcher_has_died()
+        if died or number == signal.SIGINT:
+            why = LAUNCHER_DEATH if died else "SIGINT again"
             record(STOPPED)
             _end_at_once(f"{why}: ended at once, without a save")
 

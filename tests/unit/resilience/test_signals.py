@@ -227,3 +227,18 @@ def test_a_process_without_a_launcher_outlives_its_parent():
     time.sleep(0.5)  # in which a signal of the kernel would end it
     os.kill(rank, signal.SIGTERM)
     assert parent.stdout.read() == "SIGTERM\n"
+
+
+def test_the_death_of_a_launcher_that_is_told_twice_is_one(monkeypatch):
+    told = iter([signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1])
+    ended = []
+    monkeypatch.setattr(signals.signal, "sigwait", lambda numbers: next(told))
+    monkeypatch.setattr(signals.signal, "pthread_sigmask", lambda how, numbers: None)
+    monkeypatch.setattr(signals, "_launcher_has_died", lambda: True)
+    monkeypatch.setattr(signals, "_first_signal", "")
+    monkeypatch.setattr(signals, "record", lambda code: None)
+    monkeypatch.setattr(signals, "_end_at_once", ended.append)
+    with pytest.raises(StopIteration):
+        signals._wait()
+    assert signals.received() == signals.LAUNCHER_DEATH
+    assert ended == []
