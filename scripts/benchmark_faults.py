@@ -1,11 +1,11 @@
-"""Count the steps of a run whose processes are killed, with copies of the model and without.
+"""Count the steps of a run whose processes are killed, with replica groups and without.
 
     python scripts/benchmark_faults.py                        # five minutes each, a kill a minute
     python scripts/benchmark_faults.py --minutes 10 --every 30 -- --checkpoint.interval 20
 
-Both train the debug recipe on two CPU processes with the same batches: two copies that may be lost
-(fault_tolerance.copies), and two of one world, where a lost process ends all, which start again
-from the newest checkpoint (MAX_RESTARTS). At the same moments a process of one rank, the first and
+Both train the debug recipe on two CPU processes with the same batches: two replica groups that
+may be lost, and two replicas of one world, where a lost process ends all, which start again from
+the newest checkpoint (MAX_RESTARTS). At the same moments a process of one rank, the first and
 the second in turn, is killed by SIGKILL. What counts is the step that is reached in the time. The
 time of a step is the median of those before the first kill.
 """
@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kill_copies import is_rank
+from kill_groups import is_rank
 
 from titan_lite.metrics.run_files import read_metrics
 from titan_lite.processes import descendants
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 5  # steps that are not timed
 ALWAYS = ["--validation.no-enable", "--metrics.log_freq=1", "--training.steps=1000000"]
 WAYS = {  # name: (environment, options)
-    "two copies": ({"NCOPIES": "2", "NGPU": "1"}, []),
+    "two groups": ({"NCOPIES": "2", "NGPU": "1"}, []),
     "restart of all": (
         {"NGPU": "2", "MAX_RESTARTS": "1000"},
         ["--parallelism.data_parallel_replicate_degree=2"],
@@ -103,9 +103,9 @@ def main() -> None:
             folder = Path(scratch) / f"run-{number}"
             seconds = 60 * arguments.minutes
             results.append(train(way, folder, seconds, arguments.every, arguments.options))
-    copies, world = results
-    print(f"productive steps, relative to the restart of all: {copies.step / world.step:.2f}")
-    print(f"copies without faults: {copies.milliseconds - world.milliseconds:+.0f} ms a step")
+    groups, world = results
+    print(f"productive steps, relative to the restart of all: {groups.step / world.step:.2f}")
+    print(f"groups without faults: {groups.milliseconds - world.milliseconds:+.0f} ms a step")
 
 
 if __name__ == "__main__":

@@ -47,12 +47,15 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    # What other copies have done is received, but for the counts and the position in the data.
+    # What other groups have done is received, but for the counts and the position in the data.
     Fault(
-        "features/copies/copies.py",
+        "features/replica_groups/groups.py",
         "self.load_parts(received.parts)",
         "pass",
-        ("unit/features/copies/test_copies_together.py", "integration/test_copies.py"),
+        (
+            "unit/features/replica_groups/test_groups_together.py",
+            "integration/test_replica_groups.py",
+        ),
     ),
     # A loss is divided by the tokens of one rank.
     Fault(

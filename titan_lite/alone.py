@@ -1,6 +1,6 @@
-"""The copies of the model of a run that has one: it shares its steps with nobody.
+"""The replica groups of a run that has one: it shares its steps with nobody.
 
-titan_lite/features/copies/ has several, which may be lost.
+titan_lite/features/replica_groups/ has several, which may be lost.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Totals(NamedTuple):
-    """Sums of a step over all copies of the model: scalars."""
+    """Sums of a step over all replica groups: scalars."""
 
     loss: Tensor
     tokens: Tensor
@@ -22,12 +22,12 @@ class Totals(NamedTuple):
 
 
 class Alone:
-    """The only copy of the model of a run: a trainer asks it as it would ask several."""
+    """The only replica group of a run: a trainer asks it as it would ask several."""
 
     has_several = False
-    is_first = True  # this copy writes the files of the run
-    has_joined = False  # a run that other copies had begun
-    living = 1  # copies that take part in the present step
+    is_first = True  # this group writes the files of the run
+    has_joined = False  # a run that other groups had begun
+    living = 1  # groups that take part in the present step
 
     def __init__(self, trainer: "Trainer"):
         self.trainer = trainer
@@ -41,7 +41,7 @@ class Alone:
         return True
 
     def write_due(self) -> None:
-        """Write what another copy has left."""
+        """Write what another group has left."""
 
     def leave(self) -> None:
         """Take part in no further step, once what is due is on disk."""
@@ -51,18 +51,18 @@ class Alone:
         return self.trainer.stop.poll()
 
     def next_batches(self) -> list[DeviceBatch]:
-        """Return the local batches of this step that are of this copy."""
+        """Return the local batches of this step that are of this group."""
         local_batches = self.trainer.layout.accumulation_at(self.trainer.step)
         return [self.trainer.next_batch() for _ in range(local_batches)]
 
     def divisor(self, tokens: Tensor) -> Tensor:
-        """Return what the loss of a step is divided by. tokens: counted ones of this copy."""
+        """Return what the loss of a step is divided by. tokens: counted ones of this group."""
         return tokens
 
     def commit(self, loss: Tensor, tokens: Tensor, stop_requests: Tensor) -> Totals | None:
-        """Return the sums of a step over all copies; None if it does not count, and has changed
+        """Return the sums of a step over all groups; None if it does not count, and has changed
         nothing.
 
-        loss, tokens, stop_requests: over all ranks of this copy.
+        loss, tokens, stop_requests: over all ranks of this group.
         """
         return Totals(loss, tokens, stop_requests)

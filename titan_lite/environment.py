@@ -15,8 +15,8 @@ from titan_lite.config import ConfigError, FaultTolerance
 from titan_lite.config.errors import MachineError, error_because_of, is_of_machine
 from titan_lite.logging import log_ranks
 
-SUPERVISOR = "TITAN_LITE_SUPERVISOR"  # process id of launch_copies.py, in its processes
-COPY = "COPY"  # number of this copy of the model, with fault_tolerance.copies
+SUPERVISOR = "TITAN_LITE_SUPERVISOR"  # process id of launch_groups.py, in its processes
+COPY = "COPY"  # number of this replica group, with fault_tolerance.replica_groups
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 WORLD = (*ALONE, "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
@@ -79,33 +79,33 @@ def check_environment() -> tuple[int, int]:
     return values["RANK"], values["WORLD_SIZE"]
 
 
-def copy_number(settings: FaultTolerance) -> int:
-    """Return the number of this copy of the model; 0 without fault tolerance.
+def group_number(settings: FaultTolerance) -> int:
+    """Return the number of this replica group; 0 without fault tolerance.
 
     Raises ConfigError.
     """
-    if settings.copies == 1:
+    if settings.replica_groups == 1:
         return 0
-    copy = number(COPY, 0)
-    if copy >= settings.copies:
+    group = number(COPY, 0)
+    if group >= settings.replica_groups:
         raise ConfigError(
-            f"environment: {COPY}={copy}: fault_tolerance.copies = {settings.copies}; use 0 to"
-            f" {settings.copies - 1}"
+            f"environment: {COPY}={group}: fault_tolerance.replica_groups ="
+            f" {settings.replica_groups}; use 0 to {settings.replica_groups - 1}"
         )
-    return copy
+    return group
 
 
-def folder_of_copy(run_folder: Path, copy: int) -> Path:
-    """Return the folder for what each copy of the model writes, such as profiles: the run's, or a
-    folder in it for copies after the first.
+def folder_of_group(run_folder: Path, group: int) -> Path:
+    """Return the folder for what each replica group writes, such as profiles: the run's, or a
+    folder in it for groups after the first.
     """
-    return run_folder / f"copy-{copy}" if copy else run_folder
+    return run_folder / f"copy-{group}" if group else run_folder
 
 
 def set_torchft_variables() -> None:
     """Set what torchft reads when it is imported, where the user has not."""
     os.environ.setdefault("RUST_LOG", "error")  # else it writes some lines a step
-    # It ends a process in which its own thread has not run for 30 s, such as a copy that was
+    # It ends a process in which its own thread has not run for 30 s, such as a group that was
     # stopped and goes on. For a hang there is the watchdog.
     os.environ.setdefault("TORCHFT_WATCHDOG_TIMEOUT_SEC", "86400")
 

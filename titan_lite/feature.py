@@ -183,8 +183,8 @@ class Feature:
         """Return the feature's parts of a training step. model: allocated and initialized."""
         return ()
 
-    def copies(self, trainer: Trainer) -> Alone | None:
-        """Return the copies of the model that share the run; None if it is alone."""
+    def replica_groups(self, trainer: Trainer) -> Alone | None:
+        """Return the replica groups that share the run; None if it is alone."""
         return None
 
     # `titan-lite verify` and `titan-lite plan`
@@ -255,8 +255,8 @@ class StepPart:
         return None
 
     def after_backward(self, step: int) -> None:
-        """After the last backward. Gradients are sharded, and summed over the ranks of this copy of
-        the model; they are clipped and applied afterwards.
+        """After the last backward. Gradients are sharded, and summed over the ranks of this replica
+        group; they are clipped and applied afterwards.
         """
 
     def end_step(self, skip: Tensor) -> None:
@@ -265,7 +265,7 @@ class StepPart:
         """
 
     def counts(self) -> list[Tensor]:
-        """Return what this rank has counted in the step, to be summed over copies in place."""
+        """Return what this rank has counted in the step, to be summed over groups in place."""
         return []
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ class LogRun(Hook):
         for line in lines:
             logger.info(line)
         steps = trainer.config.training.steps
-        begins = not trainer.copies.has_joined
+        begins = not trainer.replica_groups.has_joined
         facts = start_facts(trainer.layout, trainer.device, trainer.identity.git)
         logger.info(
             f"steps: {trainer.step} done of {steps}; output in {trainer.dump_folder}",
@@ -132,7 +132,7 @@ class LogRun(Hook):
             skipped_steps=trainer.skipped_steps.count,
             saved_steps=trainer.checkpointer.steps() if saves else (),
             reports=trainer.model.compile_reports,
-            copies=trainer.config.fault_tolerance.copies,
+            replica_groups=trainer.config.fault_tolerance.replica_groups,
             bad_documents=trainer.bad_documents.summary(),
             tensorboard=trainer.config.metrics.enable_tensorboard,
             command=restart_command(),
@@ -302,10 +302,10 @@ class ProgressBar(Hook):
 
 
 def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
-    """Return the hooks of a run, in their order. folder: for what each copy of the model writes.
-    Several copies have no bar, as each would draw its own.
+    """Return the hooks of a run, in their order. folder: for what each replica group writes.
+    Several groups have no bar, as each would draw its own.
     """
-    has_copies = config.fault_tolerance.copies > 1
+    has_groups = config.fault_tolerance.replica_groups > 1
     is_trained = bool(config.checkpoint.initial_load_path)
     return [
         LogRun(),
@@ -316,5 +316,5 @@ def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
         DataPreflight(is_trained=is_trained, checks_loss=rank == 0),
         *(hook for feature in features_of(config) for hook in feature.hooks(config)),
         Profile(config.profiling, folder, rank),
-        *([] if has_copies else [ProgressBar(rank)]),
+        *([] if has_groups else [ProgressBar(rank)]),
     ]

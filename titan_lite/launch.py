@@ -36,7 +36,7 @@ from titan_lite.environment import (
     LOOPBACK,
     SUPERVISOR,
     address_towards,
-    copy_number,
+    group_number,
     loopback_port,
     resolves,
     usable_cores,
@@ -51,7 +51,7 @@ from titan_lite.rules.fault_tolerance import missing_lighthouse
 from titan_lite.rules.mistakes import raise_mistakes
 
 if TYPE_CHECKING:
-    from titan_lite.launch_copies import CopyProcesses
+    from titan_lite.launch_groups import GroupProcesses
 
 # seconds from a signal until ranks that have not ended are killed; a hang ends them before
 SAVE_LIMIT = 3600
@@ -62,7 +62,7 @@ RESTART_LIMIT = 600  # where ranks may start again: the time of torchrun, too
 RECEIVED = (*STOPPING, signal.SIGQUIT)
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
-    "NCOPIES": ("[1-9][0-9]{0,3}", "the number of copies of the model, such as NCOPIES=2"),
+    "NCOPIES": ("[1-9][0-9]{0,3}", "the number of replica groups, such as NCOPIES=2"),
     "NGPU": ("[1-9][0-9]{0,5}", "the number of processes, at least 1, such as NGPU=2"),
     "NNODES": ("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", "the number of nodes, such as NNODES=2"),
     "NODE_RANK": ("[0-9]{1,9}", "0 on one node, and such as 1 on another"),
@@ -93,9 +93,9 @@ def main(arguments: Sequence[str]) -> int:
             return recipe.main(arguments)
         if SUPERVISOR not in os.environ:
             set_command(arguments)
-        arguments = with_copies(arguments)
-        if not os.environ.get(COPY) and (copies := copies_here(arguments)):
-            return copies.run()
+        arguments = with_groups(arguments)
+        if not os.environ.get(COPY) and (groups := groups_here(arguments)):
+            return groups.run()
         options = launcher_options(arguments)
         folder = Path(load_config(arguments[0], arguments[1:]).job.dump_folder)
     except ConfigError as error:
@@ -108,74 +108,74 @@ def main(arguments: Sequence[str]) -> int:
     return launch(options, may_restart=may_restart, folder=folder)
 
 
-def with_copies(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with the number of copies that NCOPIES sets. Raises ConfigError if
+def with_groups(arguments: Sequence[str]) -> list[str]:
+    """Return the command line with the number of groups that NCOPIES sets. Raises ConfigError if
     the recipe or the command line has another one.
     """
-    copies = os.environ.get("NCOPIES")
-    if not copies:
+    groups = os.environ.get("NCOPIES")
+    if not groups:
         return list(arguments)
     check_number("NCOPIES")
     path, *keys = arguments
     config, _ = read_config(path, keys)  # what else is wrong is told later
-    key = "fault_tolerance.copies"
-    if config.was_set(key) and config.fault_tolerance.copies != int(copies):
+    key = "fault_tolerance.replica_groups"
+    if config.was_set(key) and config.fault_tolerance.replica_groups != int(groups):
         raise ConfigError(
-            f"NCOPIES={copies}, and {config.origin(key)}: {key} ="
-            f" {config.fault_tolerance.copies}; use one of them, or the same number in both"
+            f"NCOPIES={groups}, and {config.origin(key)}: {key} ="
+            f" {config.fault_tolerance.replica_groups}; use one of them, or the same number in both"
         )
-    return [*arguments, f"--{key}", copies]
+    return [*arguments, f"--{key}", groups]
 
 
-def copies_here(arguments: Sequence[str]) -> "CopyProcesses | None":
-    """Return the processes of all copies of the model, which share this machine; None if the recipe
+def groups_here(arguments: Sequence[str]) -> "GroupProcesses | None":
+    """Return the processes of all replica groups, which share this machine; None if the recipe
     has no fault tolerance. Raises ConfigError.
     """
     path, *keys = arguments
     config, wrong = read_config(path, keys)
-    copies = config.fault_tolerance.copies
-    if copies == 1:
+    groups = config.fault_tolerance.replica_groups
+    if groups == 1:
         return None
     check_variables()
     tell_before_torch(config, wrong, "1")
     if (os.environ.get("NNODES") or "1") != "1":
         raise ConfigError(
-            f"NNODES={os.environ['NNODES']}: a copy of the model on several nodes is started alone;"
+            f"NNODES={os.environ['NNODES']}: a replica group on several nodes is started alone;"
             " use COPY=0 on the nodes of the first, COPY=1 on those of the next, and"
             " fault_tolerance.lighthouse"
         )
-    from titan_lite.launch_copies import CopyProcesses
+    from titan_lite.launch_groups import GroupProcesses
 
     gpus = count_gpus()
-    processes = int(os.environ.get("NGPU") or gpus // copies or 2)
-    if 0 < gpus < copies * processes:
+    processes = int(os.environ.get("NGPU") or gpus // groups or 2)
+    if 0 < gpus < groups * processes:
         raise ConfigError(
-            f"NGPU={processes} for each of {copies} copies is more than the {gpus} GPUs here; use"
-            f" NGPU={max(1, gpus // copies)}, or fewer copies"
+            f"NGPU={processes} for each of {groups} groups is more than the {gpus} GPUs here; use"
+            f" NGPU={max(1, gpus // groups)}, or fewer groups"
         )
     recipe.check_world(config, processes)
     os.environ.pop("NCOPIES", None)  # it is in the arguments
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = names or [str(index) for index in range(gpus)]
-    devices = [names[processes * copy : processes * (copy + 1)] for copy in range(copies)]
+    devices = [names[processes * group : processes * (group + 1)] for group in range(groups)]
     os.environ["NGPU"] = str(processes)
     if not os.environ.get("OMP_NUM_THREADS"):
-        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // (copies * processes)))
-    line = f"titan_lite: {copies} copies of the model, of {processes} processes each: {path}"
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // (groups * processes)))
+    line = f"titan_lite: {groups} replica groups, of {processes} processes each: {path}"
     print_line(line, sys.stdout)  # as the lines of the ranks
-    return CopyProcesses(arguments, config, devices if gpus else [()] * copies)
+    return GroupProcesses(arguments, config, devices if gpus else [()] * groups)
 
 
 def launcher_options(arguments: Sequence[str]) -> list[str]:
     """Return torchrun's arguments, and set the environment of its processes. Raises ConfigError."""
     path, *keys = arguments
     config, wrong = read_config(path, keys)
-    of_lone_copy = config.fault_tolerance.copies > 1 and SUPERVISOR not in os.environ
+    of_lone_group = config.fault_tolerance.replica_groups > 1 and SUPERVISOR not in os.environ
     lone_address = LOOPBACK
-    copy_number(config.fault_tolerance)  # raises ConfigError
-    if config.fault_tolerance.copies == 1 and os.environ.get(COPY):
-        write_line(f"titan_lite: COPY={os.environ[COPY]} has no effect: the run has no copies")
-    if of_lone_copy:  # others reach its store
+    group_number(config.fault_tolerance)  # raises ConfigError
+    if config.fault_tolerance.replica_groups == 1 and os.environ.get(COPY):
+        write_line(f"titan_lite: COPY={os.environ[COPY]} has no effect: the run has no groups")
+    if of_lone_group:  # others reach its store
         raise_mistakes(config, missing_lighthouse(config))
         lone_address = address_towards(config.fault_tolerance.address)
     nodes, rendezvous = check_variables(lone_address)
@@ -198,8 +198,8 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     kind = "GPU" if gpus else "CPU"
     noun = "process" if processes == 1 else "processes"
-    of_copy = f"copy {os.environ[COPY]}: " if SUPERVISOR in os.environ else ""
-    line = f"titan_lite: {of_copy}starting {processes} {kind} {noun}: {path}"
+    of_group = f"group {os.environ[COPY]}: " if SUPERVISOR in os.environ else ""
+    line = f"titan_lite: {of_group}starting {processes} {kind} {noun}: {path}"
     if nodes != "1":
         line += f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
     print_line(line, sys.stdout)  # as the lines of the ranks
@@ -458,7 +458,7 @@ def keep_kill(line: str, folder: Path | None) -> bool:
             text = f"on {os.uname().nodename} local {text}"
         kind = "killed"
         if os.environ.get(COPY):  # the others go on
-            text = f"copy {os.environ[COPY]}: {text}"
+            text = f"group {os.environ[COPY]}: {text}"
             kind = "copy killed"
         fields = {"msg": text, "event": kind, "levelno": logging.ERROR}
         events = Events()

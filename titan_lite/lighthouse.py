@@ -1,9 +1,9 @@
-"""Serve as the lighthouse of a run, where copies of the model find each other (torchft).
+"""Serve as the lighthouse of a run, where replica groups find each other (torchft).
 
-    python -m titan_lite.lighthouse --port 29510 --min-copies 1
+    python -m titan_lite.lighthouse --port 29510 --min-replica-groups 1
 
-It has no state but who is alive: one that is lost is started again, with the same port, and copies
-go on. ./run_train.sh starts it for copies on one machine. For copies on several, start it on a
+It has no state but who is alive: one that is lost is started again, with the same port, and groups
+go on. ./run_train.sh starts it for groups on one machine. For groups on several, start it on a
 machine that all reach, and name it to each: fault_tolerance.lighthouse = "http://HOST:29510".
 """
 
@@ -18,8 +18,8 @@ from titan_lite.config import ConfigError
 from titan_lite.environment import SUPERVISOR, set_torchft_variables
 from titan_lite.processes import large_imports, signal_when_parent_dies
 
-HEARTBEAT_TIMEOUT = 5.0  # seconds without a sign of life after which a copy is lost
-JOIN_TIMEOUT = 60.0  # seconds to wait for a living copy that does not ask for the next step
+HEARTBEAT_TIMEOUT = 5.0  # seconds without a sign of life after which a group is lost
+JOIN_TIMEOUT = 60.0  # seconds to wait for a living group that does not ask for the next step
 
 
 @command()
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(__doc__, needs_arguments=False)
     parser.add_argument("--host", default="::", help="address to serve (default: all)")
     parser.add_argument("--port", type=at_least_one, default=29510, metavar="N")
-    parser.add_argument("--min-copies", type=at_least_one, default=1, metavar="N")
+    parser.add_argument("--min-replica-groups", type=at_least_one, default=1, metavar="N")
     options = parser.parse_args(list(arguments))
     if supervisor := int(os.environ.get(SUPERVISOR, 0)):
         signal_when_parent_dies(signal.SIGKILL, supervisor)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         server = LighthouseServer(
             bind=f"{host}:{options.port}",
-            min_replicas=options.min_copies,
+            min_replicas=options.min_replica_groups,
             join_timeout_ms=int(1000 * JOIN_TIMEOUT),
             heartbeat_timeout_ms=int(1000 * HEARTBEAT_TIMEOUT),
         )

@@ -27,9 +27,9 @@ from typing import TextIO
 from titan_lite.text import without_secrets
 
 logger = logging.getLogger("titan_lite")
-# `extra` of a warning about this copy of the model alone; of others, which all copies have, the
+# `extra` of a warning about this replica group alone; of others, which all groups have, the
 # first one prints them
-OF_COPY = {"of_copy": True}
+OF_GROUP = {"of_group": True}
 
 
 def _mask_secrets(record: logging.LogRecord) -> bool:
@@ -108,7 +108,7 @@ def init_logging(
     world_size: int = 0,
     stream: TextIO | None = None,
     *,
-    copy: int | None = None,
+    group: int | None = None,
     all_warnings: bool = True,
 ) -> None:
     """Show warnings and errors on every rank, and the rest on the ranks of LOG_RANK.
@@ -116,16 +116,16 @@ def init_logging(
     Raises ValueError.
 
     world_size: 0 for a program that is not a run, and shows everything. stream: None is standard
-    output. copy: number of this copy of the model, which each line names. all_warnings: False shows
+    output. group: number of this replica group, which each line names. all_warnings: False shows
     warnings of libraries once, as a line of these ranks, and the HARMLESS ones not at all.
     """
     ranks = log_ranks(world_size) if world_size else {rank}
     console.to = stream
     console.is_of_shown_rank = rank in ranks
-    console.begin(waits=bool(copy))
+    console.begin(waits=bool(group))
     name = "" if ranks == {0} and rank == 0 else f"[rank {rank}] "
-    if copy is not None:
-        name = f"[copy {copy}] {name}"
+    if group is not None:
+        name = f"[group {group}] {name}"
     console.setFormatter(logging.Formatter(f"%(asctime)s {name}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [console, events]
     logger.propagate = False
@@ -143,21 +143,21 @@ class Console(logging.StreamHandler):
     to: TextIO | None = None  # None: standard output
     is_of_shown_rank = True
     is_lost = False  # the stream could not be written
-    is_of_first = True  # of the copies of the model this is the one that prints
-    # Warnings of a copy that does not know yet whether it is that one; None: it knows.
+    is_of_first = True  # of the replica groups this is the one that prints
+    # Warnings of a group that does not know yet whether it is that one; None: it knows.
     held: list[logging.LogRecord] | None = None
     # a context for each line, such as of a progress bar
     around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
 
     def begin(self, *, waits: bool) -> None:
-        """Begin to print. waits: this copy of the model does not know yet whether it is the first,
-        and keeps warnings that all copies have.
+        """Begin to print. waits: this replica group does not know yet whether it is the first,
+        and keeps warnings that all groups have.
         """
         self.show(not waits)
         self.held = [] if waits else None
 
     def show(self, shown: bool) -> None:
-        """Print all lines, if this rank is shown at all, in the first copy of the model. Another
+        """Print all lines, if this rank is shown at all, in the first replica group. Another
         one prints errors, and warnings about itself.
         """
         self.is_of_first = shown
@@ -168,7 +168,7 @@ class Console(logging.StreamHandler):
                 self.handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        is_own = record.levelno >= logging.ERROR or hasattr(record, "of_copy")
+        is_own = record.levelno >= logging.ERROR or hasattr(record, "of_group")
         if not (self.is_of_first or is_own):
             if self.held is not None:
                 self.held.append(record)

@@ -20,8 +20,8 @@ from titan_lite.config.errors import MachineError
 from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.environment import (
     check_environment,
-    copy_number,
-    folder_of_copy,
+    folder_of_group,
+    group_number,
     number,
 )
 from titan_lite.logging import events, init_logging, logger, print_line
@@ -56,17 +56,17 @@ def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) 
     signals.listen()
     rank, world_size = check_environment()
     rules.check_recipe(config, world_size, wrong)  # before torch is imported
-    copy = copy_number(config.fault_tolerance)
-    has_copies = config.fault_tolerance.copies > 1
+    group = group_number(config.fault_tolerance)
+    has_groups = config.fault_tolerance.replica_groups > 1
     init_logging(
         rank,
         world_size,
-        copy=copy if has_copies else None,
+        group=group if has_groups else None,
         all_warnings=config.metrics.show_all_warnings,
     )
-    events.keep(Path(config.job.dump_folder), all_events=rank == 0 and not has_copies)
+    events.keep(Path(config.job.dump_folder), all_events=rank == 0 and not has_groups)
     try:
-        Restarts(folder_of_copy(Path(config.job.dump_folder), copy)).check()
+        Restarts(folder_of_group(Path(config.job.dump_folder), group)).check()
     except RepeatedFault as error:
         return print_error(error, exit_code.REPEATED)
     logger.info("starting on 1 rank" if world_size == 1 else f"starting on {world_size} ranks")

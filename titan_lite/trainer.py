@@ -69,7 +69,7 @@ from titan_lite.distributed.process_group import (
     share_on_node,
 )
 from titan_lite.dtensor import gradient_shard
-from titan_lite.environment import copy_number, folder_of_copy
+from titan_lite.environment import folder_of_group, group_number
 from titan_lite.feature import Repeat, StepPart, features_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger, telling_if_slow
@@ -123,7 +123,7 @@ class Trainer:
     layout: Layout  # all sizes that follow from the recipe and the number of ranks
     hooks: list[Hook]
     dump_folder: Path
-    own_folder: Path  # of what each copy of the model writes: dump_folder, without copies
+    own_folder: Path  # of what each replica group writes: dump_folder, without groups
     rank: int
     world_size: int
     tokenizer: Tokenizer
@@ -151,7 +151,7 @@ class Trainer:
     bos_id: int  # the token that begins a document, for training.mask_documents
 
     progress: Progress
-    copies: Alone  # of the model, which share the steps of this run
+    replica_groups: Alone  # of the model, which share the steps of this run
     skipped_steps: SkippedSteps
     stop: StopSignal
     checkpointer: Checkpointer
@@ -182,9 +182,9 @@ class Trainer:
         self.layout = Layout.from_config(config, self.world_size, model, device_memory())
         self.listings = list_documents(config)
         self.tokenizer = check_machine(config, self.layout, self.listings)
-        self.copies = Alone(self)
-        copy = copy_number(config.fault_tolerance)
-        self.own_folder = folder_of_copy(self.dump_folder, copy)
+        self.replica_groups = Alone(self)
+        group = group_number(config.fault_tolerance)
+        self.own_folder = folder_of_group(self.dump_folder, group)
         progress.report_to(progress.Listener())  # a run before in this process is not watched
         self.hooks = [*build_hooks(config, self.rank, self.own_folder), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
@@ -194,7 +194,7 @@ class Trainer:
             config.checkpoint,
             self.dump_folder,
             run=config.fault_tolerance.address,
-            own_suffix=f"-copy-{copy}" if copy else "",
+            own_suffix=f"-copy-{group}" if group else "",
         )
         with share_errors(*EXPLAINED):
             self.connect_ranks()
@@ -323,9 +323,9 @@ class Trainer:
         config, layout = self.config, self.layout
         self.start_times.begin("metrics")
         self.deferred = DeferredMetrics(self.device)
-        has_copies = config.fault_tolerance.copies > 1
-        self.bad_documents.writes = not has_copies
-        self.metrics = self.build_metrics_writer(writes=self.rank == 0 and not has_copies)
+        has_groups = config.fault_tolerance.replica_groups > 1
+        self.bad_documents.writes = not has_groups
+        self.metrics = self.build_metrics_writer(writes=self.rank == 0 and not has_groups)
         dist.barrier()
         dtype = getattr(torch, config.training.mixed_precision_param)
         configured = self.machine if config.compile.machine else None
@@ -354,7 +354,7 @@ class Trainer:
         )
 
     def write_files(self, *, writes: bool) -> None:
-        """Begin or end to write the files of the run, as its first copy does."""
+        """Begin or end to write the files of the run, as its first group does."""
         lines = self.metrics.lines
         self.metrics.close()
         self.metrics = self.build_metrics_writer(writes=writes)
@@ -379,12 +379,12 @@ class Trainer:
 
     def run_steps(self) -> bool:
         progress.start_phase("the first step", self.compile_limit)
-        going_on = self.join_copies()
+        going_on = self.join_groups()
         for hook in self.hooks:
             hook.on_train_start(self)
         self.throughput.start(self.step)
         if going_on:
-            self.copies.write_due()
+            self.replica_groups.write_due()
 
         stops = self.poll_stop()
         if self.progress.validation_due and not stops:
@@ -395,14 +395,14 @@ class Trainer:
             self.begin_step()
             if self.train_step():
                 self.end_step()
-            going_on = self.copies.agree()
+            going_on = self.replica_groups.agree()
 
         with (
             self.throughput.exclude("saving"),
             progress.phase("save", "init_timeout_seconds"),
         ):
             self.checkpointer.wait()
-        self.copies.leave()
+        self.replica_groups.leave()
         self.read_metrics(wait=True)
         self.metrics.write(self.step, self.throughput.excluded_values())
         self.metrics.close()
@@ -410,17 +410,17 @@ class Trainer:
             hook.on_train_end(self)
         return not self.is_stopped
 
-    def join_copies(self) -> bool:
-        """Take part in the run of several copies, if there are; return False if it has to stop."""
+    def join_groups(self) -> bool:
+        """Take part in the run of several groups, if there are; return False if it has to stop."""
         if self.is_finished:
             return True
         for feature in features_of(self.config):
-            self.copies = feature.copies(self) or self.copies
-        return self.copies.join()
+            self.replica_groups = feature.replica_groups(self) or self.replica_groups
+        return self.replica_groups.join()
 
     def poll_stop(self) -> bool:
         """Ask all ranks whether the run stops."""
-        return self.copies.poll_stop()
+        return self.replica_groups.poll_stop()
 
     def begin_step(self) -> None:
         """Count a new step."""
@@ -445,7 +445,7 @@ class Trainer:
         config = self.config
         logs = self.is_due(config.metrics.log_freq)
         # step 1, too: a hook checks the loss of a new model before the next step
-        self.read_metrics(wait=logs or self.step == 1 or self.copies.has_several)
+        self.read_metrics(wait=logs or self.step == 1 or self.replica_groups.has_several)
         for hook in self.hooks:
             hook.on_step_end(self.step)
         if not self.has_done_step:  # all graphs are compiled
@@ -460,15 +460,15 @@ class Trainer:
                 self.save()
                 self.poll_stop()
             else:
-                self.copies.write_due()
+                self.replica_groups.write_due()
             if logs:
                 self.checkpointer.poll()
 
     def train_step(self) -> bool:
         """Accumulate gradients over the local batches, then update the weights.
 
-        Return False if the step does not count, since another copy of the model was lost: nothing
-        has changed then. Nothing here but such copies, Shampoo, and experts with a capacity, waits
+        Return False if the step does not count, since another replica group was lost: nothing
+        has changed then. Nothing here but such groups, Shampoo, and experts with a capacity, waits
         for the device: `read_metrics` gets the scalars later.
         """
         batches = self.next_batches() if self.has_done_step else self.first_batches()
@@ -477,12 +477,12 @@ class Trainer:
         tokens = self.count_tokens(batches)
 
         self.begin_step_parts()
-        loss = self.forward_backward(batches, self.copies.divisor(tokens))
+        loss = self.forward_backward(batches, self.replica_groups.divisor(tokens))
         for part in self.step_parts:
             part.after_backward(self.step)
         # Sums over all ranks, so that every rank decides the same
         loss, stop_requests = self.sum_loss_and_stops(loss, self.stop.received)
-        totals = self.copies.commit(loss, tokens, stop_requests)
+        totals = self.replica_groups.commit(loss, tokens, stop_requests)
         if totals is None:
             return False
         loss = totals.loss
@@ -517,7 +517,7 @@ class Trainer:
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Tensor:
         """Accumulate the gradients of the loss, and return this rank's part of it, a scalar."""
         found: list[Tensor] = []
-        if batches:  # a copy of the model may have none in a small step
+        if batches:  # a replica group may have none in a small step
             found = self.model.forward_backward(batches, tokens)
         for part in self.step_parts:
             if repeat := part.repeat():
@@ -574,7 +574,7 @@ class Trainer:
 
     def next_batches(self) -> list[DeviceBatch]:
         """Return the local batches of this step, on the device."""
-        return self.copies.next_batches()
+        return self.replica_groups.next_batches()
 
     def next_batch(self) -> DeviceBatch:
         """Return the next local batch of training, on the device."""
@@ -665,8 +665,8 @@ class Trainer:
         folder = self.dump_folder if self.metrics.writes else None
         for part in self.step_parts:
             values |= part.metrics(steps, folder)
-        if self.copies.has_several:
-            values["copies"] = self.copies.living
+        if self.replica_groups.has_several:
+            values["copies"] = self.replica_groups.living
         self.metrics.log(self.step, values)
         self.throughput.start(self.step)
 
@@ -705,9 +705,9 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Save this step, unless that is up to another copy of the model."""
+        """Save this step, unless that is up to another replica group."""
         self.read_metrics(wait=True)
-        if self.copies.is_first:
+        if self.replica_groups.is_first:
             self.save_here()
 
     def save_here(self) -> None:
@@ -742,7 +742,9 @@ class Trainer:
         except ConfigError as error:
             if self.checkpointer.is_alone:
                 raise
-            raise TrainingError(f"another copy saves meanwhile: {error}", everywhere=True) from None
+            raise TrainingError(
+                f"another group saves meanwhile: {error}", everywhere=True
+            ) from None
         if step is None:
             path = config.checkpoint.initial_load_path
             tensors = {**self.parameters, **self.model.buffers}
@@ -775,7 +777,7 @@ class Trainer:
 
     @property
     def is_alone(self) -> bool:
-        """True on the first rank, unless other copies of the model have begun this run."""
+        """True on the first rank, unless other replica groups have begun this run."""
         return self.rank == 0 and self.checkpointer.is_alone
 
     @property
@@ -819,6 +821,6 @@ class Trainer:
         ending = "exiting, as the run is done"
         if self.needs_resume:
             ending = f"exiting (code {exit_code.STOPPED})"
-        if not self.copies.is_first:
+        if not self.replica_groups.is_first:
             return f"step {self.step}: {ending}"
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"

@@ -24,7 +24,7 @@ from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.stage_ranks import PipelineStageRanks
-from titan_lite.features.replica_check.comparison import compare_copies
+from titan_lite.features.replica_check.comparison import compare_replicas
 from titan_lite.features.watchdog.stragglers import NameStragglers
 from titan_lite.resilience.stop_signal import StopSignal
 
@@ -121,7 +121,7 @@ def a_run(folder):
         if hasattr(tensor, "mesh")
     )
     with counting(parts["copies"]):
-        assert compare_copies(tensors) is None
+        assert compare_replicas(tensors) is None
     with counting(parts["schedule"]):
         stage = PipelineStageRanks([*range(ranks)], None)
         assert stage.all_equal("a schedule")

@@ -25,7 +25,7 @@ from titan_lite.dtensor import as_shard_of
 from titan_lite.features.powersgd import compression as powersgd
 from titan_lite.features.powersgd.compression import PowerSGD, orthogonalize
 from titan_lite.features.powersgd.keys import PowerSGDKeys
-from titan_lite.features.replica_check.comparison import compare_copies
+from titan_lite.features.replica_check.comparison import compare_replicas
 
 F32 = torch.float32
 ANY_SIZE = functools.partial(
@@ -191,10 +191,10 @@ def skipped():
         assert all(tensor.to_local().isfinite().all() for tensor in sums.state_tensors().values())
         assert sums.qs["stacked"].any(0).all()  # a gradient of zeros does not end the compression
         assert (
-            compare_copies(sums.state_tensors()) is None
+            compare_replicas(sums.state_tensors()) is None
         )  # errors are not compared between copies
         sums.qs["matrix"][0, 0] += dist.get_rank()
-        assert compare_copies(sums.state_tensors())  # and Q is
+        assert compare_replicas(sums.state_tensors())  # and Q is
         return {
             name: (tensor.shape, tensor.to_local().shape)
             for name, tensor in sums.state_tensors().items()
@@ -220,7 +220,7 @@ def uneven():
                 )
             sums.after_backward(step)
             sums.end_step(torch.zeros(()))
-        assert compare_copies(sums.state_tensors()) is None
+        assert compare_replicas(sums.state_tensors()) is None
         return gradients(model)
 
 

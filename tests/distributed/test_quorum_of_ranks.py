@@ -1,4 +1,4 @@
-"""The ranks of a copy go on together: all with a quorum and a state of another copy, or none."""
+"""The ranks of a group go on together: all with a quorum and a state of another group, or none."""
 
 import os
 
@@ -8,17 +8,17 @@ from ranks import run_ranks
 pytest.importorskip("torchft")
 
 from titan_lite.config import FaultTolerance
-from titan_lite.features.copies import quorum as module
-from titan_lite.features.copies.quorum import CopyState, Quorum
+from titan_lite.features.replica_groups import quorum as module
+from titan_lite.features.replica_groups.quorum import GroupState, Quorum
 
-STATE = CopyState({}, {})
+STATE = GroupState({}, {})
 
 
 class Manager:
     """torchft's Manager as this package sees it. Its quorums are given, one after another:
 
-    "living"   as many copies as there should be    "state"    also the state of one at step 9
-    "alone"    one copy                             "fault"    a state that did not arrive
+    "living"   as many groups as there should be    "state"    also the state of one at step 9
+    "alone"    one group                             "fault"    a state that did not arrive
     "silence"  no answer
     """
 
@@ -70,7 +70,9 @@ def begin(outcomes, stops):
     rank = int(os.environ["RANK"])
     module.PAUSE = 0.0
     quorum = object.__new__(Quorum)
-    quorum.settings = FaultTolerance(copies=2, min_copies=2, lighthouse="http://127.0.0.1:1")
+    quorum.settings = FaultTolerance(
+        replica_groups=2, min_replica_groups=2, lighthouse="http://127.0.0.1:1"
+    )
     quorum.received = None
     quorum.manager = Manager(quorum, outcomes[rank])
     asked = iter([*stops, *[False] * 9])
@@ -98,7 +100,7 @@ def test_a_rank_that_needs_no_state_beside_one_that_has_one_asks_again():
     assert of_ranks(outcomes) == [(True, False, 7, 1)] * 2
 
 
-def test_fewer_copies_than_needed_are_no_quorum():
+def test_fewer_groups_than_needed_are_no_quorum():
     outcomes = [["alone", "alone", "living"]] * 2
     assert of_ranks(outcomes) == [(True, False, 7, 2)] * 2
 

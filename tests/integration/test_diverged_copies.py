@@ -24,7 +24,7 @@ OPTIONS = [
     *NO_WORKERS,
     "--training.global_batch_size=8",
 ]
-OPTIONS += ["--training.compare_copies_freq=0"]
+OPTIONS += ["--training.compare_replicas_freq=0"]
 PURE_DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 TENSOR = ["--parallelism.tensor_parallel_degree=2"]
 
@@ -109,7 +109,7 @@ def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_f
 
 def test_a_bit_of_a_norm_under_tensor_parallelism_is_seen_every_so_many_steps(tmp_path):
     line, logged = refused(
-        2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_copies_freq=3"], a_bit_of_a_norm
+        2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_replicas_freq=3"], a_bit_of_a_norm
     )
     assert line.startswith(
         "error: step 3: rank 0 and rank 1 have different copies of layers.1.ffn_norm.weight; so"
@@ -183,7 +183,7 @@ DEGREES = {
 def test_copies_are_equal_to_the_bit_on_every_layout(layout, way, tmp_path):
     ranks = 2 if layout in ("ddp", "tp") else 4
     options = [
-        "--training.compare_copies_freq=1",
+        "--training.compare_replicas_freq=1",
         "--checkpoint.no-enable",
         "--training.global_batch_size=16",
     ]

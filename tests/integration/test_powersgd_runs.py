@@ -39,7 +39,12 @@ def counted_run(folder, options, count=5):
         dist.all_reduce(tensor, group=group)
 
     with mock.patch.object(powersgd, "dist", SimpleNamespace(all_reduce=noted)):
-        options = [*steps(count, schedule=10), *TINY, *options, "--training.compare_copies_freq=1"]
+        options = [
+            *steps(count, schedule=10),
+            *TINY,
+            *options,
+            "--training.compare_replicas_freq=1",
+        ]
         log, tensors = trained(folder, options)
     return log, tensors, sent
 

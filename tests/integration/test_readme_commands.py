@@ -60,7 +60,7 @@ HERE = {
     "scripts/test.sh tests/unit -n 0 --messages all.txt": Run(
         "tests collected", "--collect-only --quiet"
     ),
-    "python scripts/plant_faults.py": Run("copies.py", "--list", quick=True),
+    "python scripts/plant_faults.py": Run("groups.py", "--list", quick=True),
     "scripts/test.sh --release": Run(
         "tests collected", "--collect-only --quiet tests/unit/test_cores.py"
     ),
@@ -181,8 +181,8 @@ HERE = {
         "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"
     ),
     "NCOPIES=2 ./run_train.sh": Run(
-        "[copy 0] done: step 1",
-        f"{SHORT} --training.steps 1 --job.dump_folder outputs/copies",
+        "[group 0] done: step 1",
+        f"{SHORT} --training.steps 1 --job.dump_folder outputs/groups",
     ),
     "python scripts/benchmark_faults.py": Run(
         "productive steps", "--minutes 0.2 --every 6 -- --training.seq_len=64"
@@ -250,7 +250,7 @@ ELSEWHERE = {
             "NCOPIES=2 COPY=0 ./run_train.sh --fault_tolerance.lighthouse http://node0:29510",
             "NCOPIES=2 COPY=1 ./run_train.sh --fault_tolerance.lighthouse http://node0:29510",
         ),
-        "test_copies_that_are_started_one_by_one_meet_at_a_lighthouse",
+        "test_groups_that_are_started_one_by_one_meet_at_a_lighthouse",
     ),
     "torchrun --nproc-per-node 2 -m titan_lite.train train_configs/debug_model.toml": (
         "test_a_signal_under_torchrun_alone_saves_the_step"

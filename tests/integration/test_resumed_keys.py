@@ -34,7 +34,7 @@ LAYOUTS = {
         [],
         [
             "training.gc_freq=3",
-            "training.compare_copies_freq=2",
+            "training.compare_replicas_freq=2",
             "training.max_nonfinite_steps=2",
             "training.loss_chunk_tokens=16",
             "training.local_batch_size=1",

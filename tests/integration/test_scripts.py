@@ -18,7 +18,7 @@ BESIDE_PAGES = {  # which no page names as a command that a test can run: the te
     "compare_layouts.py": "test_layouts_have_one_curve_which_is_drawn",
     "compare_losses.py": "test_two_trees_with_the_same_sources_are_equal_to_the_bit",
     "first_step.py": "test_a_command_of_the_pages_does_what_it_says",
-    "kill_copies.py": "test_random_kills_lose_nothing",
+    "kill_groups.py": "test_random_kills_lose_nothing",
     "make_debug_tokenizer.py": "test_a_tokenizer_is_made",
     "setup.sh": "test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exported",
     "train.slurm": "test_what_a_signal_stopped_goes_back_into_the_queue",
@@ -78,7 +78,7 @@ def test_two_trees_with_the_same_sources_are_equal_to_the_bit(tmp_path):
 @pytest.mark.parametrize("mode", [[], ["--async"]], ids=["sync", "async"])
 def test_random_kills_lose_nothing(mode):
     pytest.importorskip("torchft")
-    done = run(*python(SCRIPTS / "kill_copies.py", "--kills", 3, "--seconds", 10, *mode))
+    done = run(*python(SCRIPTS / "kill_groups.py", "--kills", 3, "--seconds", 10, *mode))
     assert (done.returncode, "\nnothing is lost\n" in done.stdout) == (0, True)
 
 

@@ -167,7 +167,7 @@ def test_weights_go_from_a_pipeline_to_hugging_face_and_back(saved, tmp_path):
 @pytest.mark.parametrize("schedule", [PIPELINE, ZBV], ids=["1F1B", "ZBV"])
 def test_compressed_sums_over_replicas_are_those_without_a_pipeline(schedule, tmp_path):
     """Each replica's gradients of both stages are added up, and compressed as one."""
-    options = [*DDP, *POWERSGD, "--training.compare_copies_freq=1"]
+    options = [*DDP, *POWERSGD, "--training.compare_replicas_freq=1"]
     results, found = train(tmp_path / "pipeline", 4, *options, *schedule)
     for replica in (0, 1):
         assert_copied(results[replica], results[replica if schedule == ZBV else 2 + replica])

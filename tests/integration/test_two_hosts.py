@@ -87,8 +87,8 @@ class Hosts:
         self.jobs += launchers
         return launchers
 
-    def start_copies(self, folder, *options):
-        """A lighthouse on the first, and one copy of the model on each, of one rank."""
+    def start_groups(self, folder, *options):
+        """A lighthouse on the first, and one replica group on each, of one rank."""
         serve = [sys.executable, "-m", "titan_lite.lighthouse", "--host", self.addresses[0]]
         lighthouse = Job(
             f"{folder}-lighthouse.log",
@@ -101,14 +101,14 @@ class Hosts:
         )
         self.jobs.append(lighthouse)
         lighthouse.until("lighthouse: ")
-        copies = []
+        groups = []
         for number, name in enumerate(self.names):
             command = ["ip", "netns", "exec", name, *script(folder, *options)]
             address = f"--fault_tolerance.lighthouse=http://{self.addresses[0]}:29510"
             variables = {"NCOPIES": 2, "COPY": number, "NGPU": 1, "GLOO_SOCKET_IFNAME": "cable"}
-            copies.append(Job(f"{folder}-{number}.log", *command, address, **variables))
-        self.jobs += copies
-        return [lighthouse, *copies]
+            groups.append(Job(f"{folder}-{number}.log", *command, address, **variables))
+        self.jobs += groups
+        return [lighthouse, *groups]
 
 
 @pytest.fixture
@@ -222,22 +222,22 @@ def test_a_launcher_that_is_killed_on_one_host_stops_both_saved(killed, hosts, t
     assert saved_steps(folder)
 
 
-def test_a_copy_whose_cable_is_cut_is_left_out_and_joins_when_it_is_mended(hosts, tmp_path):
+def test_a_group_whose_cable_is_cut_is_left_out_and_joins_when_it_is_mended(hosts, tmp_path):
     pytest.importorskip("torchft")
     folder = tmp_path / "run"
     options = [*OPTIONS, *ENDLESS, *NO_VALIDATION, "--checkpoint.interval=100"]
-    options += ["--training.compare_copies_freq=1", f"--fault_tolerance.timeout_seconds={LIMIT}"]
-    lighthouse, first, second = hosts.start_copies(folder, *options)
+    options += ["--training.compare_replicas_freq=1", f"--fault_tolerance.timeout_seconds={LIMIT}"]
+    lighthouse, first, second = hosts.start_groups(folder, *options)
     with lighthouse, first, second:
-        first.until("2 of 2 copies take part")
+        first.until("2 of 2 groups take part")
         hosts.cable("down")
-        left = r"1 of 2 copies take part from step \d+ on, 2 before"
+        left = r"1 of 2 groups take part from step \d+ on, 2 before"
         first.until(left, 300)
         second.until(r"waiting for the lighthouse \S+, which does not answer", 300)
         hosts.cable("up")
-        first.until(rf"(?s){left}.* 2 of 2 copies take part")
+        first.until(rf"(?s){left}.* 2 of 2 groups take part")
         second.until(
-            r"(?s)waiting for the lighthouse.*copy 1 resumes from step \d+ of a living copy"
+            r"(?s)waiting for the lighthouse.*group 1 resumes from step \d+ of a living group"
         )
         first.process.send_signal(signal.SIGTERM)
         assert [first.ended(), second.ended()] == [75, 75]

@@ -204,10 +204,10 @@ def test_a_twin_is_that_of_the_recipe_on_a_number_of_ranks(recipe, world_size, l
     assert layout_of(config, world_size) == parse_layout(layout)
 
 
-def test_a_twin_of_copies_that_may_be_lost_is_one_of_them():
-    copies = ["--fault_tolerance.copies=2", "--fault_tolerance.min_copies=2"]
-    config = load_config(RECIPES / "debug_model.toml", copies)
-    assert twin(config, parse_layout("dp_shard=2"), steps=1).fault_tolerance.copies == 1
+def test_a_twin_of_groups_that_may_be_lost_is_one_of_them():
+    groups = ["--fault_tolerance.replica_groups=2", "--fault_tolerance.min_replica_groups=2"]
+    config = load_config(RECIPES / "debug_model.toml", groups)
+    assert twin(config, parse_layout("dp_shard=2"), steps=1).fault_tolerance.replica_groups == 1
 
 
 def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():

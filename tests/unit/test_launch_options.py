@@ -73,7 +73,7 @@ def test_a_node_says_for_whom_it_waits(environment, capfd):
     ("code", "variables", "kind", "words"),
     [
         (-9, {}, "killed", "rank 1 was killed by SIGKILL"),
-        (-11, {"COPY": "2"}, "copy killed", "copy 2: rank 1 was killed by SIGSEGV"),
+        (-11, {"COPY": "2"}, "copy killed", "group 2: rank 1 was killed by SIGSEGV"),
         (-9, {"NNODES": "2"}, "killed", f"on {NODE} local rank 1 was killed by SIGKILL"),
         (1, {}, "", ""),  # such a rank says why itself
     ],
@@ -165,7 +165,7 @@ def test_names_that_cannot_be_looked_up_now_are_no_mistake(monkeypatch):
 
 
 def test_a_server_of_documents_that_is_away_is_exit_code_1(served, clock, monkeypatch, capfd):
-    """Which MAX_RESTARTS and the launcher of copies start again."""
+    """Which MAX_RESTARTS and the launcher of groups start again."""
     monkeypatch.setattr(start, "listen", lambda: None)  # would block the signals of other tests
     served.fails(ConnectionResetError("it is away"), when=lambda: True)
     served.files["http://host/a.jsonl"] = b'{"text": "a"}\n'
@@ -308,59 +308,59 @@ def free_port():
         yield kept.getsockname()[1]
 
 
-def test_ncopies_sets_the_copies_of_a_run(environment):
-    assert start.with_copies(["debug_model"]) == ["debug_model"]
+def test_ncopies_sets_the_groups_of_a_run(environment):
+    assert start.with_groups(["debug_model"]) == ["debug_model"]
     environment["NCOPIES"] = "3"
-    options = start.with_copies(["debug_model"])
-    assert options == ["debug_model", "--fault_tolerance.copies", "3"]
+    options = start.with_groups(["debug_model"])
+    assert options == ["debug_model", "--fault_tolerance.replica_groups", "3"]
     environment["NCOPIES"] = "2"
-    for same in (["--fault_tolerance.copies=2"], ["--training.steps", "9"]):
-        options = start.with_copies(["debug_model", *same])
-        assert load_config(options[0], options[1:]).fault_tolerance.copies == 2
+    for same in (["--fault_tolerance.replica_groups=2"], ["--training.steps", "9"]):
+        options = start.with_groups(["debug_model", *same])
+        assert load_config(options[0], options[1:]).fault_tolerance.replica_groups == 2
     with pytest.raises(ConfigError) as refused:
-        start.with_copies(["debug_model", "--fault_tolerance.copies", "3"])
+        start.with_groups(["debug_model", "--fault_tolerance.replica_groups", "3"])
     assert str(refused.value) == (
-        "NCOPIES=2, and command line: fault_tolerance.copies = 3; use one of them, or the same"
+        "NCOPIES=2, and command line: fault_tolerance.replica_groups = 3; use one of them, or the same"
         " number in both"
     )
     environment["NCOPIES"] = "three"
-    with pytest.raises(ConfigError, match="NCOPIES=three: expected the number of copies"):
-        start.with_copies(["debug_model"])
+    with pytest.raises(ConfigError, match="NCOPIES=three: expected the number of replica groups"):
+        start.with_groups(["debug_model"])
 
 
-def copies_of(environment, *options):
+def groups_of(environment, *options):
     pytest.importorskip("torchft")
-    arguments = ["debug_model", "--fault_tolerance.copies=2", *options]
-    return start.copies_here(arguments)
+    arguments = ["debug_model", "--fault_tolerance.replica_groups=2", *options]
+    return start.groups_here(arguments)
 
 
-def test_the_gpus_of_a_machine_are_divided_among_copies(environment, program, monkeypatch):
+def test_the_gpus_of_a_machine_are_divided_among_groups(environment, program, monkeypatch):
     monkeypatch.setattr(start, "count_gpus", lambda: 4)
     environment["CUDA_VISIBLE_DEVICES"] = "4,5,6,7"
-    found = copies_of(environment)
+    found = groups_of(environment)
     assert found.devices == [["4", "5"], ["6", "7"]]
     assert environment["NGPU"] == "2"
     assert found.environment_of(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert found.environment_of(1)["COPY"] == "1"
 
     environment["NGPU"] = "3"
-    with pytest.raises(ConfigError, match="NGPU=3 for each of 2 copies is more than the 4 GPUs"):
-        copies_of(environment)
+    with pytest.raises(ConfigError, match="NGPU=3 for each of 2 groups is more than the 4 GPUs"):
+        groups_of(environment)
 
 
-def test_copies_without_gpus_share_the_cores(environment, monkeypatch):
+def test_groups_without_gpus_share_the_cores(environment, monkeypatch):
     monkeypatch.setattr(start, "usable_cores", lambda: 16)
-    found = copies_of(environment)
+    found = groups_of(environment)
     assert found.devices == [(), ()]
     assert (environment["NGPU"], environment["OMP_NUM_THREADS"]) == ("2", "4")
     assert found.environment_of(0)["CUDA_VISIBLE_DEVICES"] == ""  # as it was
 
 
-def test_a_copy_on_several_nodes_is_started_alone(environment):
+def test_a_group_on_several_nodes_is_started_alone(environment):
     environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500"}
-    with pytest.raises(ConfigError, match="NNODES=2: a copy of the model on several nodes is"):
-        copies_of(environment)
+    with pytest.raises(ConfigError, match="NNODES=2: a replica group on several nodes is"):
+        groups_of(environment)
 
 
-def test_without_copies_this_machine_starts_none():
-    assert start.copies_here(["debug_model"]) is None
+def test_without_groups_this_machine_starts_none():
+    assert start.groups_here(["debug_model"]) is None

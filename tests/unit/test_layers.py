@@ -41,7 +41,7 @@ LAYERS = (
     ("checkpoint", "data", "metrics", "resilience"),
     ("rules", "recipe", "hooks", "alone", "trainer", "train"),
     ("features",),  # the core imports none
-    ("launch", "launch_copies", "lighthouse", "tools", "__main__"),
+    ("launch", "launch_groups", "lighthouse", "tools", "__main__"),
 )
 WITHOUT_TORCH = (*LAYERS[0], "sharding", "recipe", "rules", "checkpoint.resume", "checkpoint.steps")
 WITH_TORCH = ("rules.machine",)  # within those
@@ -60,7 +60,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "trainer",
     "train",
     "launch",
-    "launch_copies",
+    "launch_groups",
     "tools",
     "__main__",
 )

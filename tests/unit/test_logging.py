@@ -18,7 +18,7 @@ from torch import profiler
 
 from titan_lite import logging as module
 from titan_lite.logging import (
-    OF_COPY,
+    OF_GROUP,
     console,
     events,
     init_logging,
@@ -44,30 +44,30 @@ def restored_logger():
 
 def warn_twice():
     logger.warning("of the run")
-    logger.warning("of the copy", extra=OF_COPY)
+    logger.warning("of the group", extra=OF_GROUP)
     logger.error("an error")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_warning_of_the_run_is_printed_by_the_first_copy(is_first, capsys):
-    init_logging(rank=0, world_size=1, copy=1)
+def test_a_warning_of_the_run_is_printed_by_the_first_group(is_first, capsys):
+    init_logging(rank=0, world_size=1, group=1)
     warn_twice()
     told = capsys.readouterr().out
     assert "of the run" not in told
-    assert "[copy 1] of the copy" in told
-    assert "[copy 1] an error" in told
-    console.show(is_first)  # once the copy knows what it is
-    assert ("[copy 1] of the run" in capsys.readouterr().out) == is_first
+    assert "[group 1] of the group" in told
+    assert "[group 1] an error" in told
+    console.show(is_first)  # once the group knows what it is
+    assert ("[group 1] of the run" in capsys.readouterr().out) == is_first
     warn_twice()
-    assert ("[copy 1] of the run" in capsys.readouterr().out) == is_first
+    assert ("[group 1] of the run" in capsys.readouterr().out) == is_first
     console.show(True)  # others are lost
     assert capsys.readouterr().out == ""
 
 
-def test_the_first_copy_prints_at_once(capsys):
-    init_logging(rank=0, world_size=1, copy=0)
+def test_the_first_group_prints_at_once(capsys):
+    init_logging(rank=0, world_size=1, group=0)
     warn_twice()
-    assert "[copy 0] of the run" in capsys.readouterr().out
+    assert "[group 0] of the run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from titan_lite.checkpoint.manager import SharedConfigError
 from titan_lite.checkpoint.resume import FIELDS, leaves_that_differ, short
 from titan_lite.checkpoint.run_identity import NUMERIC_VARIABLES, RunIdentity, git_revision
-from titan_lite.logging import OF_COPY, logger
+from titan_lite.logging import OF_GROUP, logger
 
 # Fields of RunIdentity that all ranks have alike; the others follow from them
 COMPARED = (
@@ -51,7 +51,7 @@ SECONDS_TO_READ = 5.0  # for all ranks to read the verdict, before the store may
 
 @dataclass(frozen=True)
 class Member:
-    """The identity of a rank, or of a copy of the model, and where that runs."""
+    """The identity of a rank, or of a replica group, and where that runs."""
 
     place: str  # such as "on node0 (rank 0)"
     parts: Mapping[str, Any]  # of its identity, by name
@@ -100,7 +100,7 @@ def _report(store: dist.Store, rank: int, own: Member, different: Collection[str
     warnings = list(_warnings(first, own, different))
     if warnings and store.add("warnings", 1) == 1:
         for line in warnings:
-            logger.warning(line, extra=OF_COPY)
+            logger.warning(line, extra=OF_GROUP)
 
 
 def _verdict(store: dist.Store) -> list[str]:

@@ -2,7 +2,7 @@
 
     lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"', instead="another folder")
     lock.acquire()               # raises ConfigError if another run has it
-    lock.acquire(run="http://node0:29510")       # shared by the copies of that run
+    lock.acquire(run="http://node0:29510")       # shared by the groups of that run
     lock.shared_name             # the same in all of these, if they see the same file
     lock.is_held()               # False once the lock file is gone or replaced
 
@@ -22,7 +22,7 @@ from titan_lite.config.errors import error_because_of
 from titan_lite.logging import logger
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without locks
-SECONDS_TO_SHARE = 5.0  # in which the first copy of a run names the run in the file
+SECONDS_TO_SHARE = 5.0  # in which the first group of a run names the run in the file
 
 
 class _LockedFile:
@@ -54,7 +54,7 @@ class _LockedFile:
 
 
 class FolderLock(_LockedFile):
-    """The file `lock` of a folder, which one process holds until it ends, or one of each copy of a
+    """The file `lock` of a folder, which one process holds until it ends, or one of each group of a
     run.
 
     key: the beginning of errors. instead: what to use in place of a folder that cannot be written.
@@ -65,8 +65,8 @@ class FolderLock(_LockedFile):
         self.folder = folder
         self.key = key
         self.instead = instead
-        self.is_alone = True  # no other copy of the run had the lock
-        self.shared_name = ""  # what the first copy of the run has written into the file
+        self.is_alone = True  # no other group of the run had the lock
+        self.shared_name = ""  # what the first group of the run has written into the file
 
     def acquire(self, run: str = "") -> bool:
         """Acquire the lock, if this process does not have it; return False if the file system has
@@ -103,7 +103,7 @@ class FolderLock(_LockedFile):
         return True
 
     def _share(self, run: str) -> None:
-        """Acquire the lock together with other copies of the run, whose name is in the file, and a
+        """Acquire the lock together with other groups of the run, whose name is in the file, and a
         random one beside it. Raises BlockingIOError and OSError.
         """
         own_name = f"{run} {uuid.uuid4().hex}"
@@ -145,7 +145,7 @@ class FolderLock(_LockedFile):
 
 
 class SaveLock(_LockedFile):
-    """The file `saving` of a folder, which a copy of the model has locked while it writes a step
+    """The file `saving` of a folder, which a replica group has locked while it writes a step
     there. So others know that it lives.
 
     A file that cannot be locked is as if nobody had locked it.
@@ -155,13 +155,13 @@ class SaveLock(_LockedFile):
         super().__init__(folder / "saving")
 
     def acquire(self) -> None:
-        """Lock the file, unless another copy has."""
+        """Lock the file, unless another group has."""
         if self.file is None:
             with suppress(OSError):
                 self.lock()
 
     def is_held_by_another(self) -> bool:
-        """Return True if another copy is writing a step."""
+        """Return True if another group is writing a step."""
         if self.file is not None or not self.path.exists():
             return False
         try:

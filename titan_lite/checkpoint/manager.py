@@ -8,7 +8,7 @@ is on disk.
 
     checkpoint/
         lock                     held by the run that writes here
-        saving                   of a run with copies: held by the one that writes a step
+        saving                   of a run with groups: held by the one that writes a step
         step-50/                 a step:
             .metadata, *.distcp      parameters and optimizer state by FQN, resharded on load
             state.json               identity of the run, progress, position in the data
@@ -94,8 +94,8 @@ class Checkpointer(SavedSteps):
     """The steps in one folder, to be loaded and saved. Methods that are not those of SavedSteps are
     collectives unless they say otherwise.
 
-    run: a name of the run, if copies of the model share its folder (features/copies/). own_suffix:
-    of this copy's unfinished steps.
+    run: a name of the run, if replica groups share its folder (features/replica_groups/).
+    own_suffix: of this group's unfinished steps.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Checkpointer(SavedSteps):
             f"job.dump_folder = {shown(str(dump_folder))}",
             instead="a folder that can be written",
         )
-        self.save_lock = SaveLock(self.folder)  # of a run with copies
-        self.is_alone = True  # no other copy of the run had begun it
-        self.shared_name = ""  # the same in copies of the run that see the same folders
+        self.save_lock = SaveLock(self.folder)  # of a run with groups
+        self.is_alone = True  # no other group of the run had begun it
+        self.shared_name = ""  # the same in groups of the run that see the same folders
         self.newest_saved = 0  # the last step on disk; 0: none
         self.last_attempted = 0  # the last step whose save has begun
         self.background_save: Future | None = None
@@ -139,7 +139,7 @@ class Checkpointer(SavedSteps):
         if self.folder.resolve() == self.run_lock.folder.resolve():
             self.folder_lock = self.run_lock  # a process cannot lock a file twice
         if self.folder_lock.acquire(self.run) and self.folder_lock.is_alone:
-            self._remove_leftovers(of_all_copies=True)
+            self._remove_leftovers(of_all_groups=True)
 
     def lock_on_first(self) -> None:
         """Lock the folder of the run, and that of its steps, until the process of rank 0 ends.
@@ -196,7 +196,7 @@ class Checkpointer(SavedSteps):
                 (self.folder / name).unlink(missing_ok=True)
 
     def _unfinished(self, step: int) -> Path:
-        """Return the folder in which a step is written: each copy of the model has its own."""
+        """Return the folder in which a step is written: each replica group has its own."""
         return self.folder / f"unfinished-step-{step}{self.own_suffix}"
 
     # What there is to load
@@ -224,7 +224,7 @@ class Checkpointer(SavedSteps):
     def verified_step(self) -> int | None:
         """Return `step_to_load` after a check of every byte.
 
-        Newer steps that are damaged are renamed, and the reason is logged; with other copies of the
+        Newer steps that are damaged are renamed, and the reason is logged; with other groups of the
         run the one that saves does so. Raises ConfigError.
         """
         damaged: dict[int, str] = {}
@@ -418,7 +418,7 @@ class Checkpointer(SavedSteps):
             self.save_lock.release()
 
     def _was_saved_by_another_copy(self, step: int) -> bool:
-        """Return True if the first rank finds a step on disk that this copy could not save."""
+        """Return True if the first rank finds a step on disk that this group could not save."""
         if not self.run:
             return False
         found = dist.get_rank() == 0 and not self.fault(step)
@@ -456,7 +456,7 @@ class Checkpointer(SavedSteps):
         if os.path.lexists(path):
             raise CheckpointError(f"{path} exists, and no step is overwritten; move it away")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers(of_all_copies=not self.run)
+        self._remove_leftovers(of_all_groups=not self.run)
         free = shutil.disk_usage(self.folder).free
         if free < needed_bytes:
             raise CheckpointError(
@@ -488,7 +488,7 @@ class Checkpointer(SavedSteps):
         except OSError:
             if not (self.run and self.path_of(step).is_dir()):
                 raise
-            logger.info(f"{self.path_of(step)} was written by another copy")
+            logger.info(f"{self.path_of(step)} was written by another group")
             shutil.rmtree(unfinished)
             return
         logger.info(
@@ -516,15 +516,15 @@ class Checkpointer(SavedSteps):
         except OSError as error:
             logger.warning(f"an old step was not deleted: {error}")
 
-    def _remove_leftovers(self, *, of_all_copies: bool) -> None:
+    def _remove_leftovers(self, *, of_all_groups: bool) -> None:
         """Delete half-written and half-deleted steps of a killed run.
 
-        of_all_copies: no other copy of the model can be writing one.
+        of_all_groups: no other replica group can be writing one.
         """
         for path in self.folder.glob("*-step-*"):
             match = LEFTOVER.fullmatch(path.name)
             is_own = match is not None and match[2] == (self.own_suffix or None)
-            if match is None or not (is_own or of_all_copies):
+            if match is None or not (is_own or of_all_groups):
                 continue
             try:
                 shutil.rmtree(path)

@@ -25,6 +25,7 @@ import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.config.families import file_digest
+from titan_lite.config.nearest import RENAMED
 from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.source_identity import SourceIdentity, digest_of
 from titan_lite.data.tokenizer import Tokenizer
@@ -93,7 +94,18 @@ class RunIdentity:
             content = {**content, "added_tensors": {"between": content["compression"]}}
         validated(cls, content)
         names = [each.name for each in dataclasses.fields(cls)]
-        return cls(**{name: content[name] for name in names if name in content})
+        identity = cls(**{name: content[name] for name in names if name in content})
+        return dataclasses.replace(identity, recipe=_with_present_names(identity.recipe))
+
+
+def _with_present_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {table: {key: value}} of an older recipe, with the names that its keys have now."""
+    tables = {table: dict(keys) for table, keys in recipe.items()}
+    for old, new in RENAMED.items():
+        table, name = old.split(".")
+        if name in tables.get(table, {}):
+            tables[table][new.removeprefix(f"{table}.")] = tables[table].pop(name)
+    return tables
 
 
 # by the field of RunIdentity that has their hash

@@ -42,12 +42,12 @@ def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def gradient_accumulation_steps(
-    training: Training, dp_degree: int, copies: int = 1
+    training: Training, dp_degree: int, groups: int = 1
 ) -> list[tuple[int, float]]:
     """Return [(local batches of a rank and optimizer step, last step with this number), ...].
 
     The first entries are those of training.global_batch_ramp. The last one is
-    training.global_batch_size, up to step infinity; by default one for each of `copies`, copies of
+    training.global_batch_size, up to step infinity; by default one for each of `groups`, groups of
     the model that share local batches (fault_tolerance). Raises ConfigError for a batch that
     `dp_degree` data-parallel ranks cannot share.
     """
@@ -56,7 +56,7 @@ def gradient_accumulation_steps(
         written = f'training.global_batch_ramp: "{sequences} until {last_step}"'
         steps.append((_local_batches(sequences, training, dp_degree, written), last_step))
     if training.global_batch_size == -1:
-        return [*steps, (copies, math.inf)]
+        return [*steps, (groups, math.inf)]
     sequences = training.global_batch_size
     written = f"training.global_batch_size = {sequences}"
     return [*steps, (_local_batches(sequences, training, dp_degree, written), math.inf)]

@@ -20,6 +20,14 @@ _PRINTED = "use the option --print-config; a run has it in config.toml in job.du
 _TOKENIZER = "use model.tokenizer_path, the path of a tokenizer.json or tokenizer.model"
 _OWN_FAMILY = "use model.name, which may be the path of a Python file"
 
+# Keys of earlier versions: their names now. Checkpoints of then have these.
+RENAMED = {
+    "compile.defer_products": "compile.defer_weight_grads",
+    "fault_tolerance.copies": "fault_tolerance.replica_groups",
+    "fault_tolerance.min_copies": "fault_tolerance.min_replica_groups",
+    "training.compare_copies_freq": "training.compare_replicas_freq",
+}
+
 # Keys and tables of torchtitan, of its TOML files and of its Python configurations, and what to use
 # in their place. Those that the nearest name explains are left out. A table stands for all in it.
 OF_TORCHTITAN = {
@@ -44,8 +52,8 @@ OF_TORCHTITAN = {
     "debug.print_config": _PRINTED,
     "debug.save_config_file": _PRINTED,
     "experimental": f"{_OWN_FAMILY}, and [parallelism] for degrees and schedules",
-    "fault_tolerance.enable": "use fault_tolerance.copies, the number of copies",
-    "fault_tolerance.group_size": "use fault_tolerance.copies",
+    "fault_tolerance.enable": "use fault_tolerance.replica_groups, their number",
+    "fault_tolerance.group_size": "use fault_tolerance.replica_groups",
     "fault_tolerance.process_group_timeout_ms": "use fault_tolerance.timeout_seconds",
     "fault_tolerance.replica_id": "use a variable: COPY=0 ./run_train.sh",
     "hf_assets_path": _TOKENIZER,
@@ -145,7 +153,11 @@ def nearest_section(section: str) -> str:
 
 
 def _in_place_of(key: str) -> str:
-    """Return the end of a message about a key of torchtitan, or of a table of it; "" for others."""
+    """Return the end of a message about a key of an earlier version, or a key or table of
+    torchtitan; "" for others.
+    """
+    if key in RENAMED:
+        return f"; use {RENAMED[key]}"
     while key and key not in OF_TORCHTITAN:
         key = key.rpartition(".")[0]
     return f"; {OF_TORCHTITAN[key]}" if key else ""

@@ -197,7 +197,7 @@ class Training(Section):
     gc_freq: int = Field(50, ge=1)
     """Interval of Python's garbage collection, at once on all ranks, in steps."""
 
-    compare_copies_freq: int = Field(100, ge=0)
+    compare_replicas_freq: int = Field(100, ge=0)
     """Interval in steps at which ranks compare their copies of a parameter or of optimizer state;
     they also do at the start and before a save. If copies differ or a value is not finite, the run
     ends and saves nothing; 0: no interval."""
@@ -686,31 +686,31 @@ class Comm(Section):
 
 @with_added_keys("fault_tolerance")
 class FaultTolerance(Section):
-    """Copies of the model that train on when one of them is lost (torchft)."""
+    """Replica groups, which train on when one of them is lost (torchft)."""
 
-    copies: int = Field(1, ge=1, le=9999)
+    replica_groups: int = Field(1, ge=1, le=9999)
     """Copies of the model that share a step, each with the processes of [parallelism]; when one is
     lost the others go on, and it takes their state when it is back; 1: no fault tolerance."""
 
-    min_copies: int = Field(1, ge=1, le=9999)
-    """Copies without which no step is taken."""
+    min_replica_groups: int = Field(1, ge=1, le=9999)
+    """Replica groups without which no step is taken."""
 
     lighthouse: str = ""
-    """Address of torchft's lighthouse, http://HOST:PORT, where copies find each other; empty:
-    ./run_train.sh starts it, and all copies, on this machine."""
+    """Address of torchft's lighthouse, http://HOST:PORT, where replica groups find each
+    other; empty: ./run_train.sh starts it, and all groups, on this machine."""
 
     timeout_seconds: int = Field(40, ge=1, le=86400)
-    """Limit in seconds of a sum between copies, and of sending the state to another one; after it a
-    step does not count, and the copies that are alive take it again."""
+    """Limit in seconds of a sum between replica groups, and of sending the state to another one;
+    after it a step does not count, and the groups that are alive take it again."""
 
     wait_seconds: int = Field(600, ge=1, le=365 * 86400)
-    """Limit in seconds of a wait for the lighthouse, or for min_copies; then the run is saved and
-    stopped."""
+    """Limit in seconds of a wait for the lighthouse, or for min_replica_groups; then the run
+    is saved and stopped."""
 
     @property
     def address(self) -> str:
-        """Address of the lighthouse, which the launcher names to copies; "" without copies."""
-        if self.copies == 1:
+        """Address of the lighthouse, which the launcher names to groups; "" without them."""
+        if self.replica_groups == 1:
             return ""
         return self.lighthouse or os.environ.get(LIGHTHOUSE, "")
 

@@ -120,7 +120,7 @@ class BadDocumentsLog:
         self.policy = BadDocumentPolicy(data)
         self.data = data
         self.counts = counts
-        self.writes = True  # the file; False in a copy of the model that is not the first
+        self.writes = True  # the file; False in a replica group that is not the first
         self.path = dump_folder / "bad_documents.jsonl"
         self.bad = 0  # since the data began
         self.short = 0  # documents below data.min_document_tokens, since this start

@@ -71,7 +71,7 @@ class Loader(Iterator[Batch]):
         return batch
 
     def skip(self) -> None:
-        """Leave out the next batch, which is of another copy of the model."""
+        """Leave out the next batch, which is of another replica group."""
         self._await_windows()
         self._take()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from titan_lite.config.errors import MachineError, is_of_machine
-from titan_lite.logging import OF_COPY, logger
+from titan_lite.logging import OF_GROUP, logger
 from titan_lite.text import error_line
 
 CONNECT_LIMIT = 30  # seconds to connect to a server of http
@@ -56,7 +56,7 @@ def retried(ask: Callable[[], T], url: str) -> T:
                 if RETRY_LIMIT:
                     logger.warning(
                         f"{url} cannot be read ({why}): it is tried again for {RETRY_LIMIT} s",
-                        extra=OF_COPY,
+                        extra=OF_GROUP,
                     )
             if now >= deadline:
                 raise MachineError(

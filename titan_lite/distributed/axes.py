@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # an eager run has no timeline
 Axes = Mapping[tuple[int, ...], str]  # ranks of a group -> its axis
 AXIS_NAMES = {  # for people
     "pp": "pipeline",
-    "dp_replicate": "data-parallel copies",
+    "dp_replicate": "data-parallel replicas",
     "dp_shard": "FSDP",
     "cp": "context parallelism",
     "tp": "tensor parallelism",

@@ -68,7 +68,9 @@ class Layout:
     expert_parallel: int = 1  # ranks, of dp_shard x cp x tp, that have a block's experts together
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[tuple[int, int], ...] = ()  # (local batches, last step), before `accumulation`
-    copies: int = 1  # of the model, each on all ranks of a layout, which share local batches
+    replica_groups: int = (
+        1  # of the model, each on all ranks of a layout, which share local batches
+    )
 
     @classmethod
     def from_config(
@@ -98,8 +100,8 @@ class Layout:
             local_batch_size=training.local_batch_size,
         )
         dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
-        copies = config.fault_tolerance.copies
-        *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree, copies)
+        groups = config.fault_tolerance.replica_groups
+        *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree, groups)
         layout = cls(
             model=model,
             degrees=degrees,
@@ -107,7 +109,7 @@ class Layout:
             local_batch_size=training.local_batch_size,
             accumulation=accumulation,
             ramp=tuple((batches, int(last)) for batches, last in ramp),
-            copies=copies,
+            replica_groups=groups,
             gathers_once=False,
             expert_parallel=config.parallelism.expert_parallel_degree,
         )
@@ -272,10 +274,10 @@ class Layout:
         return self.accumulation_at(step) * self.local_batch_size * self.dp_degree
 
     def shared_evenly(self, sequences: int) -> int:
-        """Return the sequences of a step in which each copy has as many as the busiest one has of
+        """Return the sequences of a step in which each group has as many as the busiest one has of
         a step of `sequences`.
         """
-        at_once = self.local_batch_size * self.dp_degree * self.copies
+        at_once = self.local_batch_size * self.dp_degree * self.replica_groups
         return math.ceil(sequences / at_once) * at_once
 
     def tokens_at(self, step: int) -> int:
@@ -327,7 +329,7 @@ def _lowered(degrees: Mapping[str, int], world_size: int) -> str:
     """Return the degree to lower, by as little as possible, so that their product divides the
     number of ranks, in words.
 
-    A degree becomes a divisor of itself: that divides the model, too. Copies may be any number.
+    A degree becomes a divisor of itself: that divides the model, too. Groups may be any number.
     """
     product = math.prod(degree for degree in degrees.values() if degree != -1)
     fitting = [
@@ -419,8 +421,8 @@ def _gathers_once(config: Config, layout: Layout, device_memory: float) -> bool:
     """
     parallelism = config.parallelism
     most_local_batches = max([layout.accumulation, *(batches for batches, _ in layout.ramp)])
-    of_copy = math.ceil(most_local_batches / layout.copies)
-    if of_copy * layout.pipeline.microbatches == 1:
+    of_group = math.ceil(most_local_batches / layout.replica_groups)
+    if of_group * layout.pipeline.microbatches == 1:
         return False
     if parallelism.fsdp_communication != "auto":
         return parallelism.fsdp_communication == "step"

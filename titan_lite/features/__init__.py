@@ -23,7 +23,7 @@ FEATURES = (
     "moe",
     "float8",
     "powersgd",
-    "copies",
+    "replica_groups",
     "own_family",
     "watchdog",
     "replica_check",

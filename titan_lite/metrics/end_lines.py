@@ -47,7 +47,7 @@ class RunEnd:
     skipped_steps: int
     saved_steps: Sequence[int]  # on disk
     reports: Sequence[CompileReport]  # of all pipeline ranks
-    copies: int = 1  # of the model, if none is lost
+    replica_groups: int = 1  # of the model, if none is lost
     bad_documents: str = ""  # words on documents that were left out
     tensorboard: bool = False
     command: str = ""  # that goes on with a stopped run
@@ -59,7 +59,7 @@ def end_lines(dump_folder: Path, end: RunEnd) -> list[str]:
     metrics = read_metrics(path)
     lines = [ending(end, metrics)]
     lines += speed(metrics, since=last_start(path))
-    lines += filter(None, [time_spent(dump_folder, end.copies).describe()])
+    lines += filter(None, [time_spent(dump_folder, end.replica_groups).describe()])
     lines += exposed_communication(end.reports)
     saved = ", ".join(f"step-{step}" for step in end.saved_steps)
     lines.append(f"checkpoints: {saved or 'none'}")

@@ -1,6 +1,6 @@
 """Say which share of a run's time went into productive steps, and where the rest went.
 
-    spent = time_spent(folder, copies=1)
+    spent = time_spent(folder, groups=1)
     spent.describe()     # "goodput: 91.2% of 3.2 h in productive steps; start 4.1%, saving 3.0%"
 
 The times are those of metrics.jsonl and events.jsonl, over all starts of the run:
@@ -8,11 +8,11 @@ The times are those of metrics.jsonl and events.jsonl, over all starts of the ru
     start         until the first step of a process, and what its first steps take longer
     validation
     saving        that training waits for
-    waiting       of a copy of the model for others (fault_tolerance)
-    recovery      of a copy that takes the state of another one
-    undone        steps that did not count, since a copy was lost in them
+    waiting       of a replica group for others (fault_tolerance)
+    recovery      of a group that takes the state of another one
+    undone        steps that did not count, since a group was lost in them
     recomputed    steps after the checkpoint that a later start resumed from
-    missing       copies that were lost: their share of productive steps
+    missing       groups that were lost: their share of productive steps
     not running   the rest: between two starts, and what a killed process did last
 
 Imports no torch.
@@ -75,11 +75,11 @@ class _Window:
     first: int
     last: int
     seconds: float  # of a step
-    copies: float  # that took part
+    groups: float  # that took part
 
 
-def time_spent(folder: Path, copies: int = 1) -> TimeSpent:
-    """Return the times of all starts of a run so far. copies: that it has if none is lost."""
+def time_spent(folder: Path, groups: int = 1) -> TimeSpent:
+    """Return the times of all starts of a run so far. groups: that it has if none is lost."""
     spent: dict[str, float] = defaultdict(float)
     spent[COUNTED] = 0.0
     kept: list[_Window] = []
@@ -97,13 +97,13 @@ def time_spent(folder: Path, copies: int = 1) -> TimeSpent:
                 spent[name.removeprefix(SECONDS_OF)] += value
         if entry.get("step_time") is not None:
             last = entry["step"]
-            window = _Window(step + 1, last, entry["step_time"], entry.get("copies", copies))
+            window = _Window(step + 1, last, entry["step_time"], entry.get("copies", groups))
             attempt.append(window)
             step = last
     kept += _without_start(attempt, spent)
     for window in kept:
         seconds = (window.last - window.first + 1) * window.seconds
-        present = min(1.0, window.copies / copies)
+        present = min(1.0, window.groups / groups)
         spent[COUNTED] += seconds * present
         spent["missing"] += seconds * (1 - present)
     wall_time, starts = _wall_time_and_starts(folder)
@@ -122,7 +122,7 @@ def _without_start(attempt: list[_Window], spent: dict[str, float]) -> list[_Win
     usual = min(first.seconds, statistics.median(window.seconds for window in later))
     steps = first.last - first.first + 1
     spent["start"] += steps * (first.seconds - usual)
-    return [_Window(first.first, first.last, usual, first.copies), *later]
+    return [_Window(first.first, first.last, usual, first.groups), *later]
 
 
 def _without_recomputed(
@@ -135,7 +135,7 @@ def _without_recomputed(
         steps = max(0, last - window.first + 1)
         spent["recomputed"] += (window.last - window.first + 1 - steps) * window.seconds
         if steps:
-            kept.append(_Window(window.first, last, window.seconds, window.copies))
+            kept.append(_Window(window.first, last, window.seconds, window.groups))
     return kept
 
 
@@ -143,7 +143,7 @@ def _wall_time_and_starts(folder: Path) -> tuple[float, float]:
     """Return (seconds from the first start to the last event, seconds of all starts)."""
     moments: list[float] = []
     starts: list[float] = []
-    is_starting = False  # a run, and not a copy of the model beside others
+    is_starting = False  # a run, and not a replica group beside others
     events, _ = read_events(folder / "events.jsonl")
     for event in events:
         if "time" in event:  # that of a kill is not known

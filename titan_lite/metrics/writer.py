@@ -21,7 +21,7 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
     step_time               seconds per step
     seconds_CAUSE           since the line before, not in step_time: of validation, saving, waiting,
                             recovery or undone steps, if there were any (goodput.py)
-    copies                  of the model that took part in the step, with fault_tolerance
+    groups                  of the model that took part in the step, with fault_tolerance
     bad_documents           bad documents skipped since the data of the run began, with
                             data.on_bad_document = "skip"
     empty_documents         empty texts skipped since this start, if there were any
@@ -162,7 +162,7 @@ class MetricsWriter:
             self.wandb.log({"step": step, **values})
 
     def missing(self) -> list[dict[str, Any]]:
-        """Return the lines that metrics.jsonl has not, since the copy of the model that was to
+        """Return the lines that metrics.jsonl has not, since the replica group that was to
         write them was lost.
         """
         written = read_metrics(self.path)

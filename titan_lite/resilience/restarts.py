@@ -6,7 +6,7 @@
 
 The file `restarts.json` in the dump folder has the last step that each attempt began, such as
 {"0": 13, "1": 13}, and so survives a killed process. The first rank writes it if torchrun
-(`--max-restarts`) or the launcher of copies may restart. The first attempt deletes an old file.
+(`--max-restarts`) or the launcher of groups may restart. The first attempt deletes an old file.
 """
 
 import json

@@ -63,5 +63,5 @@ class StopSignal:
         elif receivers > 2:
             others = f" and {receivers - 1} others"
         # a warning, which is shown for any LOG_RANK
-        origin = origin or "signal received by another copy"
+        origin = origin or "signal received by another group"
         logger.warning(f"{origin}{others} at {self.describe_stop()}", extra={"event": "stop"})

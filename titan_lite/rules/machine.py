@@ -81,7 +81,7 @@ def the_compiler_is_here(config: Config, layout: Layout) -> Iterator[Mistake]:
 
 
 @rule_of_machine
-def copies_have_a_lighthouse(config: Config, layout: Layout) -> Iterator[Mistake]:
+def groups_have_a_lighthouse(config: Config, layout: Layout) -> Iterator[Mistake]:
     yield from missing_lighthouse(config)
 
 

@@ -102,7 +102,7 @@ def shared(folder):
     return FolderLock(folder, "key", "another folder")
 
 
-def test_copies_of_one_run_share_the_lock_and_know_which_came_first(tmp_path):
+def test_groups_of_one_run_share_the_lock_and_know_which_came_first(tmp_path):
     first, second = shared(tmp_path), shared(tmp_path)
     assert first.acquire(run="http://node0:29510")
     assert second.acquire(run="http://node0:29510")
@@ -113,7 +113,7 @@ def test_copies_of_one_run_share_the_lock_and_know_which_came_first(tmp_path):
     assert not is_free(tmp_path)
 
 
-def test_copies_know_by_a_name_in_the_lock_whether_they_see_the_same_folder(tmp_path):
+def test_groups_know_by_a_name_in_the_lock_whether_they_see_the_same_folder(tmp_path):
     """The same path may be on two disks."""
     locks = [shared(tmp_path / disk / "run") for disk in ("one", "one", "another")]
     for lock in locks:
@@ -135,7 +135,7 @@ time.sleep(600)
 """
 
 
-def test_a_copy_that_saves_is_known_to_live_until_it_has_ended(tmp_path):
+def test_a_group_that_saves_is_known_to_live_until_it_has_ended(tmp_path):
     own = SaveLock(tmp_path)
     assert not own.is_held_by_another()
     command = [sys.executable, "-c", SAVING, tmp_path]
@@ -154,7 +154,7 @@ def test_a_copy_that_saves_is_known_to_live_until_it_has_ended(tmp_path):
         assert not SaveLock(tmp_path).is_held_by_another()
 
 
-def test_a_folder_that_is_not_there_has_no_copy_that_saves(tmp_path):
+def test_a_folder_that_is_not_there_has_no_group_that_saves(tmp_path):
     lock = SaveLock(tmp_path / "none")
     lock.acquire()
     assert not lock.is_held_by_another()
@@ -162,14 +162,14 @@ def test_a_folder_that_is_not_there_has_no_copy_that_saves(tmp_path):
 
 
 @pytest.mark.parametrize("run", ["", "http://node1:29510", "http://node0:2951"])
-def test_another_run_is_refused_beside_copies(tmp_path, monkeypatch, run):
+def test_another_run_is_refused_beside_groups(tmp_path, monkeypatch, run):
     monkeypatch.setattr(module, "SECONDS_TO_SHARE", 0.2)
     assert shared(tmp_path).acquire(run="http://node0:29510")
     with pytest.raises(ConfigError, match="is in use by another run"):
         shared(tmp_path).acquire(run=run)
 
 
-def test_copies_are_refused_beside_another_run(tmp_path, monkeypatch):
+def test_groups_are_refused_beside_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SECONDS_TO_SHARE", 0.2)
     with another_run(tmp_path), pytest.raises(ConfigError, match="is in use by another run"):
         shared(tmp_path).acquire(run="http://node0:29510")

@@ -710,7 +710,7 @@ def of_copy(folder, number, **keys):
     return Checkpointer(Checkpoint(enable=True, **keys), folder, run="run", own_suffix=suffix)
 
 
-def test_a_damaged_step_newer_than_the_living_is_set_aside_by_the_first_copy(tmp_path, log):
+def test_a_damaged_step_newer_than_the_living_is_set_aside_by_the_first_group(tmp_path, log):
     first, second = of_copy(tmp_path, 0), of_copy(tmp_path, 1)
     first.save(2, tensors(2), RunState())
     for step in (1, 3):  # without a manifest

@@ -33,6 +33,7 @@ from titan_lite.checkpoint.state import RunState, SavedState, read_state, write_
 from titan_lite.config import Checkpoint, ConfigError, is_unset, load_config
 from titan_lite.config.effects import Effect
 from titan_lite.config.families import FAMILIES
+from titan_lite.config.nearest import RENAMED
 from titan_lite.data.source_identity import digest_of
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
@@ -129,6 +130,19 @@ def test_a_value_that_stands_for_none_is_not_set(key, value):
     assert f"{key} = {json.dumps(value)}, was not set" in texts
     texts = [change.text for change in compared(now, was.identity).changes]
     assert f"{key} is not set, was {json.dumps(value)}" in texts
+
+
+def test_a_key_that_has_another_name_since_is_the_same_key():
+    step = saved("--fault_tolerance.replica_groups=3")
+    was = dataclasses.asdict(step.identity)
+    for old, new in RENAMED.items():
+        table, name = old.split(".")
+        was["recipe"][table][name] = was["recipe"][table].pop(new.removeprefix(f"{table}."))
+    step = dataclasses.replace(step, identity=RunIdentity.from_json(was))
+    now = "--fault_tolerance.replica_groups=2"
+    assert compared(step, identity(now)).describe() == [
+        "changed: fault_tolerance.replica_groups = 2, was 3"
+    ]
 
 
 def test_a_removed_key_that_was_not_set_is_no_change():

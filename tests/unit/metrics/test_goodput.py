@@ -51,10 +51,10 @@ def test_steps_after_the_checkpoint_are_done_again(tmp_path):
     assert spent["not running"] == pytest.approx(14)
 
 
-def test_a_copy_that_is_missing_counts_with_its_share(tmp_path):
+def test_a_group_that_is_missing_counts_with_its_share(tmp_path):
     metrics = [line(10, copies=2), line(20, copies=1, seconds_undone=1.5, seconds_waiting=5.0)]
     write(tmp_path, metrics)
-    spent = time_spent(tmp_path, copies=2).seconds
+    spent = time_spent(tmp_path, groups=2).seconds
     assert (spent[COUNTED], spent["missing"]) == (15, 5)
     assert (spent["undone"], spent["waiting"]) == (1.5, 5)
 

@@ -18,7 +18,7 @@ MOE = "model.name=qwen3_moe"
 INTERLEAVED = "parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 COMPILED = "compile.enable=true compile.backend=aot_eager"
 FLOAT8 = "float8.enable=true"
-COPIES = "fault_tolerance.copies=2"
+GROUPS = "fault_tolerance.replica_groups=2"
 POWERSGD = "parallelism.replicate_compression=powersgd"
 SHORTEST = "comm.train_timeout_seconds=2"
 
@@ -55,7 +55,7 @@ RECIPES = {
     "eps": (2, "optimizer.name=Lion optimizer.eps=1e-6"),
     "warmup": (2, "lr_scheduler.warmup_steps=200 lr_scheduler.total_steps=100"),
     "end of the schedule": (2, "lr_scheduler.total_steps=20"),
-    "compression without copies": (2, POWERSGD),
+    "compression without groups": (2, POWERSGD),
     "compression of no step": (2, f"{POWERSGD} replicate=2"),
     "compression by a large rank": (
         2,
@@ -69,9 +69,9 @@ RECIPES = {
     ),
     "float8 of no layer": (2, f"{FLOAT8} float8.filter_fqns=layers"),
     "float8 gathered": (2, f"{FLOAT8} float8.all_gather=true float8.recipe=rowwise"),
-    "fewest copies": (2, f"{COPIES} fault_tolerance.min_copies=3"),
-    "timeout of copies": (2, f"{COPIES} comm.train_timeout_seconds=60"),
-    "copies of copies": (2, f"{COPIES} replicate=2"),
+    "fewest groups": (2, f"{GROUPS} fault_tolerance.min_replica_groups=3"),
+    "timeout of groups": (2, f"{GROUPS} comm.train_timeout_seconds=60"),
+    "groups of groups": (2, f"{GROUPS} replicate=2"),
     "checkpointing": (2, "activation_checkpoint.selective_ac_option=x"),
     "checkpointing by the compiler": (2, "ac=memory_budget"),
     "unordered buckets": (2, f"{COMPILED} bucketing=auto compile.reordering=false"),
@@ -86,7 +86,7 @@ del RECIPES["layouts: async TP without a GPU"]  # refused by this machine alone
 WITHOUT_VALUES = {  # a message in words
     "cp, which divides neither": (2, "cp=3"),
     "rotary factors": (2, "model.rope_scaling_low_freq_factor=2"),
-    "timeout of copies, which is least": (2, f"{COPIES} {SHORTEST}"),
+    "timeout of groups, which is least": (2, f"{GROUPS} {SHORTEST}"),
     **{
         f"layouts: {name}": RECIPES.pop(f"layouts: {name}")
         for name in (

@@ -10,7 +10,7 @@ from titan_lite.config import Config, ConfigError, load_config, read_config
 from titan_lite.config.errors import MachineError, nearest_multiples
 from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
-from titan_lite.features.copies import rules as rules_of_copies
+from titan_lite.features.replica_groups import rules as rules_of_groups
 from titan_lite.rules import check, check_all, check_recipe
 from titan_lite.rules.job import dump_folder_cannot_be_written
 from titan_lite.rules.mistakes import (
@@ -455,60 +455,60 @@ def test_expert_parallelism_divides_experts_and_ranks():
         checked(*MOE, EP, "--parallelism.data_parallel_replicate_degree=4", ranks=4)
 
 
-COPIES = "--fault_tolerance.copies=2"
+GROUPS = "--fault_tolerance.replica_groups=2"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            [COPIES, "--fault_tolerance.min_copies=3"],
-            "command line: fault_tolerance.min_copies = 3 is more than fault_tolerance.copies = 2;"
+            [GROUPS, "--fault_tolerance.min_replica_groups=3"],
+            "command line: fault_tolerance.min_replica_groups = 3 is more than fault_tolerance.replica_groups = 2;"
             " use 1 to 2",
         ),
         (
-            [COPIES, "--comm.train_timeout_seconds=60"],
+            [GROUPS, "--comm.train_timeout_seconds=60"],
             "default: fault_tolerance.timeout_seconds = 40 is not below half of"
-            " comm.train_timeout_seconds = 60, when a copy ends; use 29 or less, or a higher"
+            " comm.train_timeout_seconds = 60, when a group ends; use 29 or less, or a higher"
             " comm.train_timeout_seconds",
         ),
         (
-            ["--fault_tolerance.min_copies=2"],
-            "command line: fault_tolerance.min_copies = 2 has no effect with fault_tolerance.copies"
-            " = 1; use fault_tolerance.copies = 2 or more, or remove it",
+            ["--fault_tolerance.min_replica_groups=2"],
+            "command line: fault_tolerance.min_replica_groups = 2 has no effect with fault_tolerance.replica_groups"
+            " = 1; use fault_tolerance.replica_groups = 2 or more, or remove it",
         ),
         (
-            [COPIES, "--fault_tolerance.lighthouse=node0:29510"],
+            [GROUPS, "--fault_tolerance.lighthouse=node0:29510"],
             'command line: fault_tolerance.lighthouse = "node0:29510" is not of the form'
             " http://HOST:PORT; use such as http://node0:29510",
         ),
         (
-            [COPIES, "--parallelism.data_parallel_replicate_degree=2"],
-            "command line: parallelism.data_parallel_replicate_degree = 2 makes copies of the model"
-            " that are lost together, within each of the 2 copies of fault_tolerance.copies; use 1,"
-            " and fault_tolerance.copies = 4",
+            [GROUPS, "--parallelism.data_parallel_replicate_degree=2"],
+            "command line: parallelism.data_parallel_replicate_degree = 2 makes replica groups"
+            " that are lost together, within each of the 2 groups of fault_tolerance.replica_groups; use 1,"
+            " and fault_tolerance.replica_groups = 4",
         ),
     ],
 )
-def test_what_does_not_go_with_copies_that_may_be_lost(options, message):
+def test_what_does_not_go_with_groups_that_may_be_lost(options, message):
     with pytest.raises(ConfigError) as error:
         checked(*options)
     assert error.value.args == (message,)
 
 
-def test_a_package_for_copies_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr(rules_of_copies, "is_installed", lambda name: name != "torchft")
-    config = load_config(DEBUG, [COPIES])
-    with pytest.raises(ConfigError, match=r"copies = 2 needs torchft, .*titan_lite\[fault_tol"):
+def test_a_package_for_groups_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(rules_of_groups, "is_installed", lambda name: name != "torchft")
+    config = load_config(DEBUG, [GROUPS])
+    with pytest.raises(ConfigError, match=r"groups = 2 needs torchft, .*titan_lite\[fault_tol"):
         check_all(config, 2)
 
 
-def test_copies_share_the_local_batches_of_a_step():
+def test_groups_share_the_local_batches_of_a_step():
     """Without a batch size each has one; a batch size is that of the run."""
-    config = load_config(DEBUG, [COPIES])
+    config = load_config(DEBUG, [GROUPS])
     assert Layout.from_config(config, 2).accumulation == 2
     sequences = 8 * config.training.local_batch_size
-    config = load_config(DEBUG, [COPIES, f"--training.global_batch_size={sequences}"])
+    config = load_config(DEBUG, [GROUPS, f"--training.global_batch_size={sequences}"])
     layout = Layout.from_config(config, 2)
     assert (layout.accumulation, layout.sequences_per_step) == (4, sequences)
 

@@ -1,1 +1,1 @@
-"""PowerSGD: gradients travel between copies of the model as low-rank factors (arXiv 1905.13727)."""
+"""PowerSGD: gradients travel between replicas as low-rank factors (arXiv 1905.13727)."""

@@ -1,21 +1,21 @@
-"""Sum gradients over copies of the model as low-rank factors, once a step (PowerSGD, arXiv
+"""Sum gradients over replicas as low-rank factors, once a step (PowerSGD, arXiv
 1905.13727).
 
     powersgd = PowerSGD(model.stages, PowerSGDKeys.of(config), seed)
-    powersgd.after_backward(step)       # sum parameter.grad over copies
+    powersgd.after_backward(step)       # sum parameter.grad over replicas
     powersgd.end_step(skip)             # keep the errors of the step, unless it is skipped
     powersgd.state_tensors()            # {"between.output.weight.error": DTensor, ...}
 
-Problem. Copies (mesh axis dp_replicate) are joined by the slowest links, and sum every gradient
+Problem. Replicas (mesh axis dp_replicate) are joined by the slowest links, and sum every gradient
 over them.
 
 Solution. Each rank's shard M, (n, m), is approximated by P Q^T with r columns each, so r (n + m)
 numbers travel instead of n m:
 
-    M = gradient + error        error: of the last step, different on each copy
-    P = orthogonalize(sum of M Q over copies)
-    Q = sum of M^T P over copies                    the next step begins with this Q ("warm start")
-    error = M - P (M^T P)^T     gradient = P Q^T    the same bits on all copies
+    M = gradient + error        error: of the last step, different on each replica
+    P = orthogonalize(sum of M Q over replicas)
+    Q = sum of M^T P over replicas                  the next step begins with this Q ("warm start")
+    error = M - P (M^T P)^T     gradient = P Q^T    the same bits on all replicas
 
 Backward and its graphs leave dp_replicate out of their sums (`reduce_over_replicas` of
 simple_fsdp.py), so that gradients of microbatches add up in the shards. All P share one all-reduce,
@@ -138,7 +138,7 @@ def fill_first_q(q: Tensor, rows: int, key: str) -> Tensor:
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter whose gradient is summed over copies."""
+    """A parameter whose gradient is summed over replicas."""
 
     fqn: str
     parameter: nn.Parameter
@@ -150,7 +150,7 @@ class ShardedParameter(NamedTuple):
 
 
 class PowerSGD(StepPart):
-    """The sums of gradients over copies, with the state of the compression.
+    """The sums of gradients over replicas, with the state of the compression.
 
     seed: of the first Q. without: a parameter that has no gradient after backward, as the copy of a
     tied table. The first replicate_uncompressed_steps steps sum gradients as they are.
@@ -192,7 +192,7 @@ class PowerSGD(StepPart):
 
     @torch.no_grad()
     def after_backward(self, step: int) -> None:
-        """Replace each gradient by its sum over copies. step: the first one is 1."""
+        """Replace each gradient by its sum over replicas. step: the first one is 1."""
         blocks = [
             [sharded for sharded in block if sharded.parameter.grad is not None]
             for block in self.blocks.values()
@@ -212,12 +212,12 @@ class PowerSGD(StepPart):
             gradient.to(sharded.spec.reduce_dtype)
             for sharded, gradient in zip(parameters, gradients, strict=True)
         ]
-        sums = _sum_over_copies(sent, parameters)
+        sums = _sum_over_replicas(sent, parameters)
         for gradient, total in zip(gradients, sums, strict=True):
             gradient.copy_(total)
 
     def _sum_factors(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Sum gradients as factors, and keep what these leave out as this copy's errors."""
+        """Sum gradients as factors, and keep what these leave out as this replica's errors."""
         gradients = [sharded.gradient() for sharded in parameters]
         old_qs = [self.qs[sharded.fqn] for sharded in parameters]
         matrices = []  # M
@@ -226,9 +226,9 @@ class PowerSGD(StepPart):
             matrices.append(corrected.view(len(gradient), len(q)))
 
         own_ps = [matrix @ q for matrix, q in zip(matrices, old_qs, strict=True)]
-        ps = orthogonalize_all(_sum_over_copies(own_ps, parameters))
+        ps = orthogonalize_all(_sum_over_replicas(own_ps, parameters))
         own_qs = [matrix.T @ p for matrix, p in zip(matrices, ps, strict=True)]
-        qs = _sum_over_copies(own_qs, parameters)
+        qs = _sum_over_replicas(own_qs, parameters)
 
         for index, sharded in enumerate(parameters):
             p = ps[index]
@@ -255,7 +255,7 @@ class PowerSGD(StepPart):
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the live state, which a checkpoint is loaded into, as DTensors.
 
-        "between.FQN.error" has a dimension for the copy before those of the parameter,
+        "between.FQN.error" has a dimension for the replica before those of the parameter,
         "between.FQN.q" dimensions for the rank along dp_shard and tp, of experts ep, before (m, r).
         """
         tensors: dict[str, Tensor] = {}
@@ -281,10 +281,10 @@ class PowerSGD(StepPart):
         return tensors
 
 
-def _sum_over_copies(
+def _sum_over_replicas(
     tensors: Sequence[Tensor], parameters: Sequence[ShardedParameter]
 ) -> list[Tensor]:
-    """Return the sum of each tensor over copies, by one all-reduce; the watchdog can name the
+    """Return the sum of each tensor over replicas, by one all-reduce; the watchdog can name the
     parameters.
     """
     if not tensors:

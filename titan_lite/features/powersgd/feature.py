@@ -41,7 +41,7 @@ class PowerSGDFeature(Feature):
         compressed = sum(factors > 0 for _, factors in sizes.values())
         as_they_are = ", ".join(uncompressed) or "none"
         return [
-            f"gradients between copies: {compressed} of {len(sizes)} as factors of"
+            f"gradients between replicas: {compressed} of {len(sizes)} as factors of"
             f" {keys.replicate_rank} columns, {sent:,} bytes a step instead of {before:,}"
             f" (parallelism.replicate_compression); as they are: {as_they_are},"
             f" and all in the first {keys.replicate_uncompressed_steps} steps"
@@ -72,7 +72,7 @@ class PowerSGDFeature(Feature):
     def add_costs_after_backward(
         self, config: Config, costs: "Costs", specs: "Specs", machine: "Machine", axes: "Axes"
     ) -> None:
-        """Nothing hides the sums over copies: a collective of all P, one of all Q and one of all
+        """Nothing hides the sums over replicas: a collective of all P, one of all Q and one of all
         other gradients, and the products, which read and write shards more than they compute.
         """
         import torch

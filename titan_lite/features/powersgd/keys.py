@@ -11,7 +11,7 @@ class PowerSGDKeys(Section):
     table: ClassVar[str] = "parallelism"
 
     replicate_compression: Literal["none", "powersgd"] = "none"
-    """Compression of gradients between copies. none: they travel as they are, in backward;
+    """Compression of gradients between replicas. none: they travel as they are, in backward;
     powersgd: once a step after backward, as low-rank factors of each large shard, with error
     feedback (memory: two float32 shards of these)."""
 

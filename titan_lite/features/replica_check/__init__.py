@@ -1,1 +1,1 @@
-"""Copies of parameters and optimizer state are compared."""
+"""Replicas of parameters and optimizer state are compared."""

@@ -1,16 +1,16 @@
-"""Find copies of parameters and optimizer state that are not bitwise equal, and values that are not
-finite.
+"""Find replicas of parameters and optimizer state that are not bitwise equal, and values that are
+not finite.
 
-    compare_copies(tensors)                # a collective; None if nothing is wrong
+    compare_replicas(tensors)                # a collective; None if nothing is wrong
     CompareReplicas(freq)                  # the hook; raises TrainingError on all ranks
 
-Copies stay equal by construction: ranks start from the same bits, a collective gives all ranks of
+Replicas stay equal by construction: ranks start from the same bits, a collective gives all ranks of
 its group the same sum, and the update is the same function of both. After a faulty device, a
-flipped bit or a wrong collective, the run would train a mixture of different copies, and a
+flipped bit or a wrong collective, the run would train a mixture of different replicas, and a
 checkpoint would take each tensor from one rank or another.
 
 Every rank computes a checksum of its shard of every tensor on the device. One all-reduce for each
-mesh axis with copies gives the minimum and the maximum over ranks that should agree, 16 bytes per
+mesh axis with replicas gives the minimum and the maximum over ranks that should agree, 16 bytes per
 tensor; then one flag is copied to the host. Ranks exchange more only if something is wrong.
 """
 
@@ -40,7 +40,7 @@ MAX_HOSTS = 4  # named of several ranks
 
 
 class TensorShard(NamedTuple):
-    """A tensor, and the part of it that a rank has: the same for all of its copies."""
+    """A tensor, and the part of it that a rank has: the same for all of its replicas."""
 
     name: str
     # mesh coordinates along the axes that shard the tensor, -1 along the others; (): a plain tensor
@@ -56,7 +56,7 @@ class Findings(NamedTuple):
 
 
 class CompareReplicas(Hook):
-    """Compare the copies of the model: at the start, every `freq` steps (0: never), and before a
+    """Compare the replicas: at the start, every `freq` steps (0: never), and before a
     save.
     """
 
@@ -78,8 +78,8 @@ class CompareReplicas(Hook):
             self.check(step)
 
     def check(self, step: int) -> None:
-        """Compare all copies. Raises the same TrainingError on all ranks."""
-        findings = compare_copies(self.tensors())
+        """Compare all replicas. Raises the same TrainingError on all ranks."""
+        findings = compare_replicas(self.tensors())
         if findings is not None:
             raise TrainingError(
                 f"step {step}: {describe(findings)}; so nothing was saved at this step;"
@@ -88,7 +88,7 @@ class CompareReplicas(Hook):
             )
 
 
-def compare_copies(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
+def compare_replicas(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
     """Return the findings of all ranks, by rank, or None if nothing is wrong. A collective.
 
     tensors: {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks, ...}.
@@ -181,7 +181,9 @@ def _coordinates(tensor: Tensor) -> tuple[int, ...]:
 
 
 def describe(findings: Sequence[Findings]) -> str:
-    """Describe the findings of all ranks: ranks whose copies differ, values that are not finite."""
+    """Describe the findings of all ranks: ranks whose replicas differ, values that are not
+    finite.
+    """
     hosts = [of_rank.host for of_rank in findings]
     differing: dict[tuple[tuple[int, ...], ...], list[str]] = defaultdict(list)
     for shard, by_checksum in _ranks_by_checksum(findings).items():

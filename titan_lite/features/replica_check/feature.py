@@ -1,4 +1,4 @@
-"""The comparison of copies in a run: of every run, which saves no copies that differ."""
+"""The comparison of replicas in a run: of every run, which saves no replicas that differ."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ class ReplicaCheckFeature(Feature):
     def hooks(self, config: Config) -> Sequence["Hook"]:
         from titan_lite.features.replica_check.comparison import CompareReplicas
 
-        return [CompareReplicas(config.training.compare_copies_freq)]
+        return [CompareReplicas(config.training.compare_replicas_freq)]
 
 
 FEATURE = ReplicaCheckFeature()

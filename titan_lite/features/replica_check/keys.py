@@ -1,5 +1,5 @@
-"""No keys: training.compare_copies_freq is that of fault_tolerance.copies, too, and of `verify`
-(config/sections.py).
+"""No keys: training.compare_replicas_freq is that of fault_tolerance.replica_groups, too, and of
+`verify` (config/sections.py).
 """
 
 KEYS = ()

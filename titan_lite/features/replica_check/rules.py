@@ -1,1 +1,1 @@
-"""No rules: copies are compared with all other keys."""
+"""No rules: replicas are compared with all other keys."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from titan_lite.distributed.process_group import gather_to_rank_0
 from titan_lite.hooks import Hook
-from titan_lite.logging import OF_COPY, logger
+from titan_lite.logging import OF_GROUP, logger
 
 NOTICEABLE = 0.05  # share of a step that the slowest rank takes longer than the median
 
@@ -43,7 +43,7 @@ class NameStragglers(Hook):
             return
         by_rank = gather_to_rank_0(self.preparing / self.steps)
         if by_rank and (slow := describe_slowest(by_rank, self.seconds / self.steps)):
-            logger.warning(f"step {step}: {slow}", extra={"event": "slow", **OF_COPY})
+            logger.warning(f"step {step}: {slow}", extra={"event": "slow", **OF_GROUP})
         self.forget()
 
 

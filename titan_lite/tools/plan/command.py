@@ -255,7 +255,7 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
     config, wrong = read_config(options.recipe, overrides)
     rules.check_keys(config, wrong)
-    copies = config.fault_tolerance.copies
+    groups = config.fault_tolerance.replica_groups
     windows: list[Window] = []
     if options.compare:
         from titan_lite.tools.plan.compare import ranks_of, read_windows
@@ -264,10 +264,10 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         world_size = ranks_of(windows)
     else:
         world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
-        world_size *= copies
+        world_size *= groups
     note = ""
-    if copies > 1:
-        note = note_on_copies(config, world_size)
+    if groups > 1:
+        note = note_on_groups(config, world_size)
         overrides = [*overrides, *as_one_world(config, world_size)]
         config = load_config(options.recipe, overrides)
     machine = find_hardware(options.hardware, config)
@@ -290,16 +290,16 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 
 def as_one_world(config: Config, world_size: int) -> list[str]:
-    """Return the options that make copies that may be lost to copies of one world.
+    """Return the options that make groups that may be lost to groups of one world.
 
-    Each takes as many local batches of a step as the busiest one. world_size: ranks of all copies.
-    Raises ConfigError if a copy cannot run on its ranks.
+    Each takes as many local batches of a step as the busiest one. world_size: ranks of all groups.
+    Raises ConfigError if a group cannot run on its ranks.
     """
-    copies = config.fault_tolerance.copies
+    groups = config.fault_tolerance.replica_groups
     defaults = FaultTolerance()
     options = [option(f"fault_tolerance.{name}", str(value)) for name, value in defaults]
-    options.append(option("parallelism.data_parallel_replicate_degree", str(copies)))
-    layout = Layout.from_config(config, world_size // copies)
+    options.append(option("parallelism.data_parallel_replicate_degree", str(groups)))
+    layout = Layout.from_config(config, world_size // groups)
     if config.training.global_batch_size != -1:
         sequences = layout.shared_evenly(layout.sequences_per_step)
         options.append(option("training.global_batch_size", str(sequences)))
@@ -311,19 +311,20 @@ def as_one_world(config: Config, world_size: int) -> list[str]:
     return options
 
 
-def note_on_copies(config: Config, world_size: int) -> str:
-    """Return what a plan of copies that may be lost leaves out, in a line."""
-    copies = config.fault_tolerance.copies
-    layout = Layout.from_config(config, world_size // copies)
+def note_on_groups(config: Config, world_size: int) -> str:
+    """Return what a plan of groups that may be lost leaves out, in a line."""
+    groups = config.fault_tolerance.replica_groups
+    layout = Layout.from_config(config, world_size // groups)
     note = (
-        f"planned as one world of {world_size} ranks: the sum over {copies} copies"
-        " (fault_tolerance.copies) overlaps with backward in a plan, and comes after it in a run"
+        f"planned as one world of {world_size} ranks: the sum over {groups} replica groups"
+        " (fault_tolerance.replica_groups) overlaps with backward in a plan, and comes after it in"
+        " a run"
     )
     sequences = layout.sequences_per_step
     planned = layout.shared_evenly(sequences)
     if planned != sequences:
         note += (
-            f"; a step of the run has {sequences} sequences, which {copies} copies cannot share"
+            f"; a step of the run has {sequences} sequences, which {groups} groups cannot share"
             f" evenly, and takes as long as the {planned} of the plan: its tokens, a step or a"
             f" second, are {sequences / planned:.0%} of the planned ones"
         )

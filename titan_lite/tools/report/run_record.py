@@ -94,7 +94,7 @@ def _with_resumes(
 
     A start writes an event with the step it begins after, and a resume once there are metrics.
     Resumes before the first start come first: without events.jsonl there are only resumes. Other
-    resumes without a start are of a copy of the model that takes over the files of a lost one, of
+    resumes without a start are of a replica group that takes over the files of a lost one, of
     which events tell.
     """
     starts = [event for event in events if event["event"] == "start"]

@@ -116,8 +116,8 @@ def validation_loss(run: RunRecord) -> str:
 
 def goodput(run: RunRecord) -> str:
     """Return the share of the time in productive steps, and where the rest went."""
-    copies = run.recipe.get("fault_tolerance.copies", 1)
-    return time_spent(run.folder, copies).describe().removeprefix("goodput: ")
+    groups = run.recipe.get("fault_tolerance.replica_groups", 1)
+    return time_spent(run.folder, groups).describe().removeprefix("goodput: ")
 
 
 def first_start(run: RunRecord) -> str:

@@ -187,7 +187,7 @@ def _training(config: Config, layout: Degrees, steps: int) -> Training:
         steps=steps,
         # three chunks, the last one smaller
         loss_chunk_tokens=tokens * 2 // 5 if _chunks_loss(config) else -1,
-        compare_copies_freq=1,
+        compare_replicas_freq=1,
         mixed_precision_param="float32",
         mixed_precision_reduce="float32",
         attention_kernel="auto",

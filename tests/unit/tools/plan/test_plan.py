@@ -21,7 +21,7 @@ from titan_lite.tools.plan.command import (
     as_one_world,
     lay_out,
     main,
-    note_on_copies,
+    note_on_groups,
     world_size_of,
 )
 from titan_lite.tools.plan.plan import make_plan
@@ -112,37 +112,37 @@ def test_a_shipped_recipe_by_its_name_has_its_own_world_size(capsys):
 
 
 @pytest.mark.slow
-def test_copies_that_may_be_lost_are_planned_as_one_world(capsys):
-    copies = ["--fault_tolerance.copies=2", "--fault_tolerance.min_copies=2"]
+def test_groups_that_may_be_lost_are_planned_as_one_world(capsys):
+    groups = ["--fault_tolerance.replica_groups=2", "--fault_tolerance.min_replica_groups=2"]
     options = ["debug_model", "--hardware", "h100"]
-    assert main([*options, "--world-size", "2", *copies]) == 0
+    assert main([*options, "--world-size", "2", *groups]) == 0
     first, _, rest = capsys.readouterr().out.partition("\n")
-    assert first.startswith("planned as one world of 4 ranks: the sum over 2 copies")
+    assert first.startswith("planned as one world of 4 ranks: the sum over 2 groups")
     planned_in = r"; planned in \d+ s\n$"
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     assert main([*options, "--world-size", "4", replicas]) == 0
     assert re.sub(planned_in, "", capsys.readouterr().out) == re.sub(planned_in, "", rest)
 
 
-def test_copies_that_share_local_batches_unevenly_are_planned_by_the_busiest_one():
-    """Three copies of two ranks have four local batches: one of them takes two."""
-    keys = ["--fault_tolerance.copies=3", "--training.local_batch_size=1"]
+def test_groups_that_share_local_batches_unevenly_are_planned_by_the_busiest_one():
+    """Three groups of two ranks have four local batches: one of them takes two."""
+    keys = ["--fault_tolerance.replica_groups=3", "--training.local_batch_size=1"]
     batches = ["--training.global_batch_size=8", "--training.global_batch_ramp=2 until 10"]
     config = load_config("debug_model", [*keys, *batches])
     options = as_one_world(config, 6)
     planned = Layout.from_config(load_config("debug_model", [*keys, *batches, *options]), 6)
     assert planned.sequences_per_step == 12
     assert planned.ramp == ((1, 10),)
-    note = note_on_copies(config, 6)
-    assert "a step of the run has 8 sequences, which 3 copies cannot share evenly" in note
+    note = note_on_groups(config, 6)
+    assert "a step of the run has 8 sequences, which 3 groups cannot share evenly" in note
     assert note.endswith("are 67% of the planned ones")
     even = config.replace(training=config.training.replace(global_batch_size=12))
-    assert "sequences" not in note_on_copies(even, 6)
+    assert "sequences" not in note_on_groups(even, 6)
 
 
 @pytest.mark.slow
-def test_json_of_copies_is_json(capsys):
-    options = ["--fault_tolerance.copies=2", "--hardware", "h100", "--world-size", "1"]
+def test_json_of_groups_is_json(capsys):
+    options = ["--fault_tolerance.replica_groups=2", "--hardware", "h100", "--world-size", "1"]
     assert main(["debug_model", *options, "--json"]) == 0
     output = capsys.readouterr()
     assert json.loads(output.out)["tokens_per_step"]

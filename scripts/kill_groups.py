@@ -1,14 +1,14 @@
-"""Kill processes of a run with copies of the model at random moments, and look for what is lost.
+"""Kill processes of a run with replica groups at random moments, and look for what is lost.
 
-    python scripts/kill_copies.py                        # two copies, twenty kills in a minute
-    python scripts/kill_copies.py --copies 3 --kills 40 --seconds 300 --seed 1
-    python scripts/kill_copies.py --async                # checkpoints are written in the background
+    python scripts/kill_groups.py                        # two groups, twenty kills in a minute
+    python scripts/kill_groups.py --groups 3 --kills 40 --seconds 300 --seed 1
+    python scripts/kill_groups.py --async                # checkpoints are written in the background
 
-The debug recipe, made small, trains on CPU processes. Again and again a random copy is killed by
-SIGKILL, at a random moment after all copies take part; --seconds are the sum of these times, on
-average, without those in which a copy starts. Then the run is stopped by a signal, which saves its
+The debug recipe, made small, trains on CPU processes. Again and again a random group is killed by
+SIGKILL, at a random moment after all groups take part; --seconds are the sum of these times, on
+average, without those in which a group starts. Then the run is stopped by a signal, which saves its
 last step. Every step has to have one line in metrics.jsonl, every validation its loss, and every
-interval its checkpoint. If all copies were dead at once, the run has gone on from its newest
+interval its checkpoint. If all groups were dead at once, the run has gone on from its newest
 checkpoint: steps before that line `resumed_from` do not count.
 
 Exit code 0: nothing is lost. 1: what is, is printed.
@@ -35,17 +35,17 @@ OPTIONS = [
     *("--training.steps=1000000", "--training.seq_len=32", "--metrics.log_freq=1"),
     *("--model.n_layers=2", "--model.dim=64", "--model.hidden_dim=96", "--data.num_workers=0"),
     *(f"--checkpoint.interval={INTERVAL}", f"--validation.freq={INTERVAL}"),
-    *("--validation.steps=1", "--training.compare_copies_freq=1"),
+    *("--validation.steps=1", "--training.compare_replicas_freq=1"),
     *("--checkpoint.keep_latest_k=0", "--fault_tolerance.timeout_seconds=20"),
 ]
-START_LIMIT = 600  # seconds until all copies take part
+START_LIMIT = 600  # seconds until all groups take part
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--copies", type=int, default=2, metavar="N")
+    parser.add_argument("--groups", type=int, default=2, metavar="N")
     parser.add_argument("--kills", type=int, default=20, metavar="N")
     parser.add_argument("--seconds", type=float, default=60, help="in which they happen")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
@@ -69,7 +69,7 @@ def train_and_kill(folder: Path, arguments: argparse.Namespace) -> tuple[int, st
     """Train in `folder`, and kill processes; return the exit code and the output."""
     options = [*OPTIONS, *(["--checkpoint.async_mode=async"] if arguments.saves_async else [])]
     command = [sys.executable, "-m", "titan_lite.launch", "debug_model"]
-    variables = {"NCOPIES": str(arguments.copies), "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"NCOPIES": str(arguments.groups), "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
     log = folder.with_suffix(".log")
     with open(log, "w") as output:
         run = subprocess.Popen(
@@ -81,24 +81,24 @@ def train_and_kill(folder: Path, arguments: argparse.Namespace) -> tuple[int, st
     try:
         chosen = random.Random(arguments.seed)
         for _ in range(arguments.kills):
-            wait_for_steps(folder, run, arguments.copies)
+            wait_for_steps(folder, run, arguments.groups)
             time.sleep(chosen.uniform(0, 2 * arguments.seconds / arguments.kills))
             kill_one(chosen)
-        wait_for_steps(folder, run, arguments.copies)
+        wait_for_steps(folder, run, arguments.groups)
         run.send_signal(signal.SIGTERM)
         return run.wait(), log.read_text()
     finally:
         run.kill()
 
 
-def wait_for_steps(folder: Path, run: subprocess.Popen, copies: int) -> None:
-    """Wait until the run has written a further line, of a step in which all copies take part."""
+def wait_for_steps(folder: Path, run: subprocess.Popen, groups: int) -> None:
+    """Wait until the run has written a further line, of a step in which all groups take part."""
     path = folder / "metrics.jsonl"
     before = len(valid_entries(path))
     deadline = time.monotonic() + START_LIMIT
     while True:
         further = valid_entries(path)[before:]
-        if any(line.get("copies") == copies for line in further):
+        if any(line.get("copies") == groups for line in further):
             return
         if run.poll() is not None or time.monotonic() > deadline:
             sys.exit(f"the run does not train:\n{folder.with_suffix('.log').read_text()}")
@@ -147,13 +147,13 @@ def what_is_missing(folder: Path, output: str) -> list[str]:
     for step in range(0, last + 1, INTERVAL):
         if validations[step] != 1:
             missing.append(f"step {step} has {validations[step]} lines of a validation")
-        is_named = f"step {step} is not on disk, as the copy that was saving it is lost" in output
+        is_named = f"step {step} is not on disk, as the group that was saving it is lost" in output
         if step and f"step-{step}" not in found and not is_named:
             missing.append(f"step {step} has no checkpoint, and no line says so")
     if f"step-{last}" not in found:
         missing.append(f"the last step, {last}, has no checkpoint")
     print(
-        f"{last} steps, {len(found)} checkpoints, {output.count('has failed')} failures of copies"
+        f"{last} steps, {len(found)} checkpoints, {output.count('has failed')} failures of groups"
     )
     return missing
 

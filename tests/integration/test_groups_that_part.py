@@ -1,4 +1,4 @@
-"""A copy of the model is killed at a chosen point, and nothing is lost without a word."""
+"""a replica group is killed at a chosen point, and nothing is lost without a word."""
 
 import json
 from collections import Counter
@@ -21,17 +21,17 @@ OPTIONS = [
     *steps(STEPS),
     *every(INTERVAL, INTERVAL, batches=2),
     "--training.global_batch_size=16",
-    "--training.compare_copies_freq=1",
-    "--fault_tolerance.copies=2",
+    "--training.compare_replicas_freq=1",
+    "--fault_tolerance.replica_groups=2",
     "--fault_tolerance.timeout_seconds=45",
 ]
 ASYNC = ["--checkpoint.async_mode=async"]
 
 
-def killed(folder, at, step, *options, copy=0):
-    """Train with two copies, of which one is killed; return the exit code and the output."""
-    command = python(ROOT / "tests/killed_copies.py", DEBUG, "--job.dump_folder", folder)
-    point = json.dumps({"copy": copy, "at": at, "step": step})
+def killed(folder, at, step, *options, group=0):
+    """Train with two groups, of which one is killed; return the exit code and the output."""
+    command = python(ROOT / "tests/killed_groups.py", DEBUG, "--job.dump_folder", folder)
+    point = json.dumps({"group": group, "at": at, "step": step})
     job = Job(folder.with_suffix(".log"), *command, *OPTIONS, *options, KILL=point)
     code = job.ended(SECONDS)
     assert (folder / "killed").exists() == (at != "disk")
@@ -72,7 +72,7 @@ MARKS = [(), *3 * [pytest.mark.slow], *6 * [pytest.mark.release]]
     ("at", "step"),
     [pytest.param(*point, marks=marks) for point, marks in zip(POINTS, MARKS, strict=True)],
 )
-def test_what_the_first_copy_was_about_to_write_is_written_by_the_next_one(at, step, tmp_path):
+def test_what_the_first_group_was_about_to_write_is_written_by_the_next_one(at, step, tmp_path):
     code, _ = killed(tmp_path / "run", at, step)
     assert code == 0
     assert_all_is_there(tmp_path / "run")
@@ -82,9 +82,9 @@ def test_what_the_first_copy_was_about_to_write_is_written_by_the_next_one(at, s
 @pytest.mark.parametrize(
     ("at", "step"), [("line", INTERVAL), ("save", INTERVAL), ("save", STEPS), ("rename", STEPS)]
 )
-def test_a_first_copy_that_is_back_writes_what_it_was_about_to_write(at, step, tmp_path):
+def test_a_first_group_that_is_back_writes_what_it_was_about_to_write(at, step, tmp_path):
     """No step is taken without it, so it gets the state of the other one."""
-    code, _ = killed(tmp_path / "run", at, step, "--fault_tolerance.min_copies=2")
+    code, _ = killed(tmp_path / "run", at, step, "--fault_tolerance.min_replica_groups=2")
     assert code == 0
     assert_all_is_there(tmp_path / "run")
 
@@ -98,13 +98,13 @@ def test_an_asynchronous_save_that_died_with_its_writer_is_named_and_the_next_st
     (saved,) = others
     step = int(saved.removeprefix("step-"))
     assert INTERVAL <= step < STEPS
-    # The killed copy may be back before the other one has seen that it was lost.
+    # The killed group may be back before the other one has seen that it was lost.
     told = [
-        f"step {step} is due and not on disk: copy {copy} saves it"
+        f"step {step} is due and not on disk: group {group} saves it"
         if step == INTERVAL
-        else f"step {INTERVAL} is not on disk, as the copy that was saving it is lost: copy {copy}"
+        else f"step {INTERVAL} is not on disk, as the group that was saving it is lost: group {group}"
         f" saves step {step} at once"
-        for copy in range(2)
+        for group in range(2)
     ]
     assert any(line in output for line in told)
     assert_all_is_there(tmp_path / "run", saved=(step, STEPS))
@@ -118,24 +118,24 @@ def test_the_last_asynchronous_save_that_died_with_its_writer_is_made_by_the_oth
 
 
 @pytest.mark.slow
-def test_a_copy_that_is_lost_and_writes_nothing_costs_nothing(tmp_path):
-    code, _ = killed(tmp_path / "run", "line", STEPS, copy=1)
+def test_a_group_that_is_lost_and_writes_nothing_costs_nothing(tmp_path):
+    code, _ = killed(tmp_path / "run", "line", STEPS, group=1)
     assert code == 0
     assert_all_is_there(tmp_path / "run")
 
 
 @pytest.mark.release
-def test_a_run_whose_copies_cannot_save_ends_with_1(tmp_path):
+def test_a_run_whose_groups_cannot_save_ends_with_1(tmp_path):
     """Each of them tries, starts again, and takes no step beyond that of the checkpoint."""
     code, output = killed(tmp_path / "run", "disk", INTERVAL)
     assert code == 1
-    assert "error: copies have failed 7 times without a further step" in output
+    assert "error: groups have failed 7 times without a further step" in output
     assert max(written(tmp_path / "run", "loss")) == INTERVAL
     assert not list((tmp_path / "run/checkpoint").glob("step-*"))
 
 
 @pytest.mark.release
-def test_a_run_whose_copies_cannot_save_the_last_step_says_so_and_ends_with_1(tmp_path):
+def test_a_run_whose_groups_cannot_save_the_last_step_says_so_and_ends_with_1(tmp_path):
     """Though the recipe goes on without a checkpoint on the way."""
     goes_on = "--checkpoint.on_failure=continue"
     code, output = killed(tmp_path / "run", "disk", INTERVAL, goes_on)

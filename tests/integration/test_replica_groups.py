@@ -1,8 +1,8 @@
-"""Copies of the model: one is lost, and the run goes on without a step, a document or a bit lost.
+"""Replica groups: one is lost, and the run goes on without a step, a document or a bit lost.
 
     NCOPIES=2 NGPU=1 ./run_train.sh
 
-All runs compare parameters and optimizer state of their copies every step.
+All runs compare parameters and optimizer state of their groups every step.
 """
 
 import os
@@ -28,16 +28,16 @@ OPTIONS = [
     *SMALL,
     *NO_VALIDATION,
     "--training.global_batch_size=16",
-    "--training.compare_copies_freq=1",
+    "--training.compare_replicas_freq=1",
     "--fault_tolerance.timeout_seconds=10",
 ]
-SAME = "--training.compare_copies_freq=1"  # as in OPTIONS
+SAME = "--training.compare_replicas_freq=1"  # as in OPTIONS
 ENDLESS = steps(1_000_000)  # until a signal: however fast the machine is, there is a next step
-SAME_LOSS = 2e-5  # a sum over copies has another order; relative
+SAME_LOSS = 2e-5  # a sum over groups has another order; relative
 
 
-def copies(folder, *options, ngpu=1, **environment):
-    """Start two copies of `ngpu` ranks each."""
+def groups(folder, *options, ngpu=1, **environment):
+    """Start two groups of `ngpu` ranks each."""
     environment = {"NCOPIES": 2, "NGPU": ngpu, "PYTHONSAFEPATH": 1, **environment}
     command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
     return Job(folder.with_suffix(".log"), *command, *OPTIONS, *options, **environment)
@@ -50,8 +50,8 @@ def alone(folder, *options, ranks=1):
     return read_metrics(folder / "metrics.jsonl")
 
 
-def processes(job, word, copy=None):
-    """Return the processes of a job, of a copy of it, whose command line has a word."""
+def processes(job, word, group=None):
+    """Return the processes of a job, of a group of it, whose command line has a word."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -60,7 +60,7 @@ def processes(job, word, copy=None):
         except (OSError, UnicodeDecodeError):
             continue
         is_of_job = f"TITAN_LITE_SUPERVISOR={job.process.pid}" in variables
-        if is_of_job and word in words and (copy is None or f"COPY={copy}" in variables):
+        if is_of_job and word in words and (group is None or f"COPY={group}" in variables):
             found.append(int(pid))
     return sorted(pid for pid in found if runs(pid))
 
@@ -71,14 +71,14 @@ def children(pid):
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-def ranks(job, copy):
-    """Return the ranks of a copy and their loaders' processes, the first rank first."""
-    return processes(job, "titan_lite.train", copy)
+def ranks(job, group):
+    """Return the ranks of a group and their loaders' processes, the first rank first."""
+    return processes(job, "titan_lite.train", group)
 
 
-def kill(job, copy, number=signal.SIGKILL):
-    """Send a signal to the first rank of a copy."""
-    os.kill(ranks(job, copy)[0], number)
+def kill(job, group, number=signal.SIGKILL):
+    """Send a signal to the first rank of a group."""
+    os.kill(ranks(job, group)[0], number)
 
 
 def newest(folder):
@@ -130,36 +130,36 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_
         pytest.param(PIPELINE, 2, id="pipeline", marks=pytest.mark.release),
     ],
 )
-def test_without_faults_copies_are_replicas_of_one_world(kind, ngpu, tmp_path):
+def test_without_faults_groups_are_replicas_of_one_world(kind, ngpu, tmp_path):
     options = [*kind, *steps(12)]
     # no sum takes so long, on a busy machine either
-    both = ["--fault_tolerance.min_copies=2", "--fault_tolerance.timeout_seconds=45"]
-    job = copies(tmp_path / "copies", *options, *both, ngpu=ngpu)
+    both = ["--fault_tolerance.min_replica_groups=2", "--fault_tolerance.timeout_seconds=45"]
+    job = groups(tmp_path / "groups", *options, *both, ngpu=ngpu)
     assert job.ended() == 0
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     world = alone(tmp_path / "world", *options, replicas, ranks=2 * ngpu)
-    ours = read_metrics(tmp_path / "copies/metrics.jsonl")
-    assert_same_losses(losses(tmp_path / "copies"), {s: v["loss"] for s, v in world.items()})
+    ours = read_metrics(tmp_path / "groups/metrics.jsonl")
+    assert_same_losses(losses(tmp_path / "groups"), {s: v["loss"] for s, v in world.items()})
     for step, values in ours.items():
         assert values["grad_norm"] == pytest.approx(world[step]["grad_norm"], rel=1e-4)
     assert [values["copies"] for values in ours.values()] == [2] * 12
-    assert position(tmp_path / "copies", 12) == position(tmp_path / "world", 12)
+    assert position(tmp_path / "groups", 12) == position(tmp_path / "world", 12)
 
 
 @pytest.mark.parametrize(
     "killed",
     [pytest.param([0], id="first"), pytest.param([1, 0], marks=pytest.mark.slow, id="both")],
 )
-def test_a_copy_is_killed_and_the_run_is_the_one_left_alone(killed, tmp_path):
+def test_a_group_is_killed_and_the_run_is_the_one_left_alone(killed, tmp_path):
     folder = tmp_path / "run"
-    with copies(folder, *ENDLESS, *every(50)) as job:
-        job.until("2 of 2 copies take part")
+    with groups(folder, *ENDLESS, *every(50)) as job:
+        job.until("2 of 2 groups take part")
         goes_on(job, folder)
-        for copy in killed:
-            kill(job, copy)
-            job.until(rf"copy {copy} has failed")
-            joined = rf"copy {copy}\] copy {copy} resumes from step \d+ of a living copy"
-            job.until(rf"(?s)copy {copy} has failed.*{joined}")
+        for group in killed:
+            kill(job, group)
+            job.until(rf"group {group} has failed")
+            joined = rf"group {group}\] group {group} resumes from step \d+ of a living group"
+            job.until(rf"(?s)group {group} has failed.*{joined}")
             goes_on(job, folder)
         job.process.send_signal(signal.SIGTERM)
         assert job.ended() == 75
@@ -175,21 +175,21 @@ def test_a_copy_is_killed_and_the_run_is_the_one_left_alone(killed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
-    """The first copy writes the files; while it is stopped the second does."""
+def test_a_stopped_group_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
+    """The first group writes the files; while it is stopped the second does."""
     folder = tmp_path / "run"
-    with copies(folder, *ENDLESS, *every(10)) as job:
-        job.until("2 of 2 copies take part")
+    with groups(folder, *ENDLESS, *every(10)) as job:
+        job.until("2 of 2 groups take part")
         goes_on(job, folder)
         stopped = ranks(job, 0)
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        job.until(r"copy 1\] 1 of 2 copies take part from step \d+ on, 2 before")
+        job.until(r"group 1\] 1 of 2 groups take part from step \d+ on, 2 before")
         reached = goes_on(job, folder, more=12)
-        job.until(rf"copy 1\] checkpoint written to \S+step-{reached // 10 * 10}\n")
+        job.until(rf"group 1\] checkpoint written to \S+step-{reached // 10 * 10}\n")
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
-        job.until(r"copy 0 resumes from step \d+ of a living copy")
+        job.until(r"group 0 resumes from step \d+ of a living group")
         goes_on(job, folder)
 
         (lighthouse,) = processes(job, "titan_lite.lighthouse")
@@ -204,11 +204,11 @@ def test_a_stopped_copy_and_a_lost_lighthouse_do_not_stop_the_run(tmp_path):
 
 
 @pytest.mark.release
-def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path):
+def test_when_all_groups_are_lost_the_run_goes_on_from_its_newest_step(tmp_path):
     folder = tmp_path / "run"
-    with copies(folder, *ENDLESS, *every(5)) as job:
+    with groups(folder, *ENDLESS, *every(5)) as job:
         job.until("checkpoint written to .*step-10")
-        first_ranks = [ranks(job, copy)[0] for copy in (0, 1)]
+        first_ranks = [ranks(job, group)[0] for group in (0, 1)]
         for pid in first_ranks:
             os.kill(pid, signal.SIGKILL)
         job.until(r"resumed from \S+step-\d+")
@@ -223,25 +223,30 @@ def test_when_all_copies_are_lost_the_run_goes_on_from_its_newest_step(tmp_path)
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    ("takes_a_place", "option", "copies_of_other", "message"),
+    ("takes_a_place", "option", "groups_of_other", "message"),
     [
-        (True, "--optimizer.lr=1e-5", 2, r"optimizer.lr differs: 0.002 in copy 0 on .*, 1e-05 in"),
-        (True, SAME, 3, r"fault_tolerance.copies differs: 2 in copy 0 on .*, 3 in copy 1"),
-        (True, "--job.dump_folder=other", 2, r"job.dump_folder differs: .* in copy 0 on"),
-        (False, SAME, 2, "copy 1: 3 copies take part, and fault_tolerance"),
+        (True, "--optimizer.lr=1e-5", 2, r"optimizer.lr differs: 0.002 in group 0 on .*, 1e-05 in"),
+        (
+            True,
+            SAME,
+            3,
+            r"fault_tolerance.replica_groups differs: 2 in group 0 on .*, 3 in group 1",
+        ),
+        (True, "--job.dump_folder=other", 2, r"job.dump_folder differs: .* in group 0 on"),
+        (False, SAME, 2, "group 1: 3 groups take part, and fault_tolerance"),
     ],
-    ids=["recipe", "number of copies", "folder", "one too many"],
+    ids=["recipe", "number of groups", "folder", "one too many"],
 )
-def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
-    takes_a_place, option, copies_of_other, message, tmp_path
+def test_a_group_that_does_not_belong_is_refused_and_the_others_go_on(
+    takes_a_place, option, groups_of_other, message, tmp_path
 ):
     folder = tmp_path / "run"
-    with copies(folder, *ENDLESS) as job:
-        job.until("2 of 2 copies take part")
+    with groups(folder, *ENDLESS) as job:
+        job.until("2 of 2 groups take part")
         if takes_a_place:
             for pid in ranks(job, 1):
                 os.kill(pid, signal.SIGSTOP)
-            job.until(r"copy 0\] 1 of 2 copies take part from step \d+ on, 2 before")
+            job.until(r"group 0\] 1 of 2 groups take part from step \d+ on, 2 before")
         address = next(
             variable
             for variable in Path(f"/proc/{ranks(job, 0)[0]}/environ").read_text().split("\0")
@@ -249,7 +254,7 @@ def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
         ).partition("=")[2]
         command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
         other = [option, f"--fault_tolerance.lighthouse={address}"]
-        variables = {"NCOPIES": copies_of_other, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
+        variables = {"NCOPIES": groups_of_other, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
         done = run(*command, *OPTIONS, *ENDLESS, *other, cwd=tmp_path, **variables)
         assert done.returncode == 2
         assert re.search(f"error: .*{message}", done.stdout)
@@ -262,8 +267,8 @@ def test_a_copy_that_does_not_belong_is_refused_and_the_others_go_on(
 
 
 @contextmanager
-def lone_copies(tmp_path, *options):
-    """Return a context with two copies that are started one by one, and a lighthouse."""
+def lone_groups(tmp_path, *options):
+    """Return a context with two groups that are started one by one, and a lighthouse."""
     port = reserved_port()
     serve = python("-m", "titan_lite.lighthouse", "--host", "127.0.0.1", "--port", port)
     command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path / "run")
@@ -275,31 +280,31 @@ def lone_copies(tmp_path, *options):
 
 
 @pytest.mark.release
-def test_copies_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
-    with lone_copies(tmp_path, *steps(200), "--fault_tolerance.min_copies=2") as jobs:
+def test_groups_that_are_started_one_by_one_meet_at_a_lighthouse(tmp_path):
+    with lone_groups(tmp_path, *steps(200), "--fault_tolerance.min_replica_groups=2") as jobs:
         assert [job.ended() for job in jobs] == [0, 0]
-    assert "2 of 2 copies take part from step 1 on" in jobs[0].output
-    assert "copy 0] done: step 200" in jobs[0].output
+    assert "2 of 2 groups take part from step 1 on" in jobs[0].output
+    assert "group 0] done: step 200" in jobs[0].output
     assert newest(tmp_path / "run") == 200
 
 
 @pytest.mark.release
-def test_a_copy_that_is_left_alone_saves_where_more_are_needed(tmp_path):
+def test_a_group_that_is_left_alone_saves_where_more_are_needed(tmp_path):
     """Also if it is not the one that writes, and if nobody had saved before."""
-    needed = ["--fault_tolerance.min_copies=2", "--fault_tolerance.wait_seconds=60"]
-    with lone_copies(tmp_path, *ENDLESS, *every(1_000_000), *needed) as (first, second):
-        first.until("2 of 2 copies take part")
+    needed = ["--fault_tolerance.min_replica_groups=2", "--fault_tolerance.wait_seconds=60"]
+    with lone_groups(tmp_path, *ENDLESS, *every(1_000_000), *needed) as (first, second):
+        first.until("2 of 2 groups take part")
         goes_on(first, tmp_path / "run")
         for pid in (first.process.pid, *children(first.process.pid)):
             os.kill(pid, signal.SIGKILL)
         first.process.wait()
-        second.until("waiting for other copies")
+        second.until("waiting for other groups")
         assert second.ended() == 75
     (saved,) = (tmp_path / "run/checkpoint").glob("step-*")
     assert f"checkpoint written to {saved}" in second.output
 
 
-def test_without_a_lighthouse_a_copy_is_refused_before_it_starts(tmp_path):
+def test_without_a_lighthouse_a_group_is_refused_before_it_starts(tmp_path):
     command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", tmp_path)
     done = run(*command, *OPTIONS, NCOPIES=2, COPY=1, NGPU=1, PYTHONSAFEPATH=1)
     assert done.returncode == 2
@@ -309,22 +314,22 @@ def test_without_a_lighthouse_a_copy_is_refused_before_it_starts(tmp_path):
 
 @pytest.mark.release
 @pytest.mark.timeout(1800)
-def test_a_copy_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
+def test_a_group_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
     """In its steps, while it starts and joins, and while the other one saves."""
     import random
 
     chosen = random.Random(0)
     folder = tmp_path / "run"
-    with copies(folder, *ENDLESS, *every(10), ngpu=2) as job:
-        job.until("2 of 2 copies take part")
-        (first,) = processes(job, "titan_lite.launch", copy=0)
+    with groups(folder, *ENDLESS, *every(10), ngpu=2) as job:
+        job.until("2 of 2 groups take part")
+        (first,) = processes(job, "titan_lite.launch", group=0)
         killed = 0
         while killed < 20:
             time.sleep(chosen.uniform(0.2, 20))
             if alive := ranks(job, 1):
                 os.kill(chosen.choice(alive), signal.SIGKILL)
                 killed += 1
-            assert processes(job, "titan_lite.launch", copy=0) == [first]
+            assert processes(job, "titan_lite.launch", group=0) == [first]
         joined = job.output.count("resumes from step")
         deadline = time.monotonic() + 300
         while job.output.count("resumes from step") == joined:

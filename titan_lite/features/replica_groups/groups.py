@@ -1,19 +1,19 @@
-"""Train one run with several copies of the model, of which some may be lost (fault_tolerance).
+"""Train one run with several replica groups, of which some may be lost (fault_tolerance).
 
-    copies = Copies(trainer)                  # in each copy
-    copies.join()                             # before the first step
-    batches = copies.next_batches()           # those of the step that this copy takes
-    totals = copies.commit(loss, tokens, stop_requests)      # None: the step is undone
-    going_on = copies.agree()                 # before the next step
-    copies.leave()                            # after the last one, once that is on disk
+    groups = ReplicaGroups(trainer)                  # in each group
+    groups.join()                             # before the first step
+    batches = groups.next_batches()           # those of the step that this group takes
+    totals = groups.commit(loss, tokens, stop_requests)      # None: the step is undone
+    going_on = groups.agree()                 # before the next step
+    groups.leave()                            # after the last one, once that is on disk
 
-Between steps all copies have the same state: parameters, optimizer, counts, and positions in the
-data. Every copy packs all documents of the run, and leaves out the batches of others; so the data
-does not depend on how many copies take part in a step, and a copy that has lost others knows where
-they were. The first living copy writes the files of the run. If it is lost, the next one looks at
+Between steps all groups have the same state: parameters, optimizer, counts, and positions in the
+data. Every group packs all documents of the run, and leaves out the batches of others; so the data
+does not depend on how many groups take part in a step, and a group that has lost others knows where
+they were. The first living group writes the files of the run. If it is lost, the next one looks at
 what is on disk, and writes what is due and not there, before it takes a further step.
 
-quorum.py finds the living copies and sums over them.
+quorum.py finds the living groups and sums over them.
 """
 
 import json
@@ -37,32 +37,32 @@ from titan_lite.config.errors import SharedConfigError
 from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.process_group import first_nonempty, hash64, max_over_ranks
 from titan_lite.dtensor import gradient_shard, local
-from titan_lite.environment import COPY, copy_number
-from titan_lite.features.copies.quorum import CopyState, Quorum, await_lighthouse
-from titan_lite.logging import OF_COPY, console, events, logger
+from titan_lite.environment import COPY, group_number
+from titan_lite.features.replica_groups.quorum import GroupState, Quorum, await_lighthouse
+from titan_lite.logging import OF_GROUP, console, events, logger
 from titan_lite.resilience import TrainingError
 
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
 
-PAUSE = 0.5  # seconds between looks at a checkpoint that another copy writes
+PAUSE = 0.5  # seconds between looks at a checkpoint that another group writes
 SHORT = 0.5  # seconds of a quorum that count to the step; a longer one is a wait
-IDENTITY = "identity"  # among the parts of a state: that of the copy, as a dictionary
-LINES = "lines"  # likewise: of metrics, which the first copy has to write (MetricsWriter.lines)
+IDENTITY = "identity"  # among the parts of a state: that of the group, as a dictionary
+LINES = "lines"  # likewise: of metrics, which the first group has to write (MetricsWriter.lines)
 FOLDERS = "folders"  # among the parts of an identity: names in the locks of the run's folders
 COMPARED = (*PARTS_OF_ERRORS, "mesh", "sequences", "device")
-MAX_UNDONE = 2  # steps in a row; after more, a signal stops this copy without the others
-DIFFERENCES = ("", "recipe", "state")  # of copies, which of them are wrong
+MAX_UNDONE = 2  # steps in a row; after more, a signal stops this group without the others
+DIFFERENCES = ("", "recipe", "state")  # of groups, which of them are wrong
 
 
-class DifferentCopies(RuntimeError):
-    """An error: copies that should be equal are not."""
+class DifferentGroups(RuntimeError):
+    """An error: groups that should be equal are not."""
 
 
 def identity_of(identity: RunIdentity, number: int, folders: str) -> Member:
-    """Return what is the same in copies that can train together.
+    """Return what is the same in groups that can train together.
 
-    number: of this copy. folders: of the run (Checkpointer.shared_name).
+    number: of this group. folders: of the run (Checkpointer.shared_name).
     """
     parts = parts_of(identity)
     del parts["recipe"]["fault_tolerance"]["lighthouse"]  # one has several addresses
@@ -73,42 +73,42 @@ def identity_of(identity: RunIdentity, number: int, folders: str) -> Member:
         "device": identity.device,
         FOLDERS: folders,
     }
-    return Member(f"in copy {number} on {socket.gethostname()}", same, identity.git)
+    return Member(f"in group {number} on {socket.gethostname()}", same, identity.git)
 
 
 def digest_of(member: Member) -> int:
-    """Return a number that is the same in copies that can train together."""
+    """Return a number that is the same in groups that can train together."""
     return hash64(json.dumps(member.parts, sort_keys=True).encode())
 
 
 def why_apart(other: Member, own: Member) -> list[str]:
-    """Return a line for each key in which two copies differ that should train together."""
+    """Return a line for each key in which two groups differ that should train together."""
     lines = differences(other, own, COMPARED)
     if lines:
         lines[-1] += (
-            "; start all copies with the same recipe, command line, files and versions, on the same"
+            "; start all groups with the same recipe, command line, files and versions, on the same"
             " kind of device"
         )
     elif other.parts[FOLDERS] != own.parts[FOLDERS]:
         folder = own.parts["recipe"]["job"]["dump_folder"]
         lines.append(
             f'job.dump_folder = "{folder}": the folder {own.place} is not the one {other.place};'
-            " use one on a file system that all copies share"
+            " use one on a file system that all groups share"
         )
     return lines
 
 
-class Copies(Alone):
-    """The copies of a run, as the trainer of one of them sees them."""
+class ReplicaGroups(Alone):
+    """The groups of a run, as the trainer of one of them sees them."""
 
     has_several = True
     quorum: Quorum  # from `join` on
 
     def __init__(self, trainer: "Trainer"):
         super().__init__(trainer)
-        self.number = copy_number(trainer.config.fault_tolerance)
+        self.number = group_number(trainer.config.fault_tolerance)
         self.config = trainer.config.fault_tolerance
-        self.has_joined = False  # a run that other copies had begun
+        self.has_joined = False  # a run that other groups had begun
         self.steps = 0  # that this process has committed
         self.began = 0.0  # the present step, by time.perf_counter
         folders = trainer.checkpointer.shared_name
@@ -116,11 +116,11 @@ class Copies(Alone):
         self.parts_before: dict[str, Any] = {}  # the state that the present step began with
         self.undone = 0  # steps in a row that did not count
         self.why_undone = ""  # the last one of them
-        self.living = 0  # copies that take part in the present step; 0 before the first one
-        self.is_first = False  # this copy writes the files of the run
-        self.owes_save = False  # another copy was to save before, which may be lost
+        self.living = 0  # groups that take part in the present step; 0 before the first one
+        self.is_first = False  # this group writes the files of the run
+        self.owes_save = False  # another group was to save before, which may be lost
         self.digest = digest_of(self.identity)
-        self.apart: list[str] = []  # why this copy cannot train with the others
+        self.apart: list[str] = []  # why this group cannot train with the others
         self.meets_others = False  # at the end of the run
 
     # Between steps
@@ -128,7 +128,7 @@ class Copies(Alone):
     def join(self) -> bool:
         """Take part in the run from its next step on; return False as `agree`.
 
-        The graphs of a step are compiled before other copies know of this one, and wait for it.
+        The graphs of a step are compiled before other groups know of this one, and wait for it.
         """
         trainer = self.trainer
         self.compile()
@@ -139,7 +139,7 @@ class Copies(Alone):
             self.config,
             self.number,
             trainer.device,
-            state_of=lambda: CopyState(self.tensors(), self.parts_before),
+            state_of=lambda: GroupState(self.tensors(), self.parts_before),
         )
         self.quorum.go_on_from(trainer.step)
         if not self.meet():
@@ -163,9 +163,9 @@ class Copies(Alone):
         trainer.optimizer.zero_grad()
 
     def agree(self) -> bool:
-        """Agree with the other copies on the next step; return False if the run has to stop.
+        """Agree with the other groups on the next step; return False if the run has to stop.
 
-        A copy that is behind others takes their state. One that has become the first writes what
+        A group that is behind others takes their state. One that has become the first writes what
         the one before it has left.
         """
         if not self.meet():
@@ -174,7 +174,7 @@ class Copies(Alone):
         return True
 
     def meet(self) -> bool:
-        """Find the copies of the next step; return as `agree`."""
+        """Find the groups of the next step; return as `agree`."""
         trainer = self.trainer
         if trainer.is_finished or trainer.stop.requested:
             return False
@@ -184,7 +184,7 @@ class Copies(Alone):
         self.parts_before = self.parts()
         before = self.living
         started = time.perf_counter()
-        with progress.phase("waiting for other copies", "init_timeout_seconds"):
+        with progress.phase("waiting for other groups", "init_timeout_seconds"):
             if not self.quorum.begin_step(self.waits_in_vain):
                 self.stop_alone()
                 return False
@@ -220,7 +220,7 @@ class Copies(Alone):
         return self.trainer.stop.received or self.last_step_saved() > 0
 
     def last_step_saved(self) -> int:
-        """Return the last step of the run, if another copy has saved it; 0 otherwise, and on all
+        """Return the last step of the run, if another group has saved it; 0 otherwise, and on all
         ranks but the first.
         """
         trainer = self.trainer
@@ -233,17 +233,17 @@ class Copies(Alone):
         return newest if newest >= steps else 0
 
     def check_others(self) -> bool:
-        """Return False if the run is done. Raises ConfigError in a copy that is one too many, and
-        TrainingError if a copy that was lost has saved a later step than that of the living.
+        """Return False if the run is done. Raises ConfigError in a group that is one too many, and
+        TrainingError if a group that was lost has saved a later step than that of the living.
 
         They may have loaded an earlier one while it was saved, or were cut off from it.
         """
         trainer = self.trainer
-        if self.living > self.config.copies and not self.steps:
+        if self.living > self.config.replica_groups and not self.steps:
             raise ConfigError(
-                f"copy {self.number}: {self.living} copies take part, and fault_tolerance.copies ="
-                f" {self.config.copies}; start each with a COPY of its own, from 0 to"
-                f" {self.config.copies - 1}"
+                f"group {self.number}: {self.living} groups take part, and"
+                f" fault_tolerance.replica_groups = {self.config.replica_groups}; start each with a"
+                f" COPY of its own, from 0 to {self.config.replica_groups - 1}"
             )
         if self.ends_with_others():
             return False
@@ -253,15 +253,15 @@ class Copies(Alone):
         (newest,) = max_over_ranks(trainer.checkpointer.newest() if trainer.rank == 0 else 0)
         if newest > trainer.step:
             raise TrainingError(
-                f"step {newest} was saved by a copy that was lost since, and the living ones are at"
-                f" step {trainer.step}; another start resumes from it",
+                f"step {newest} was saved by a group that was lost since, and the living ones are"
+                f" at step {trainer.step}; another start resumes from it",
                 everywhere=True,
             )
         return True
 
     def ends_with_others(self) -> bool:
-        """Return True, and say so, if another copy has saved the last step of the run. A collective
-        in this copy.
+        """Return True, and say so, if another group has saved the last step of the run. A
+        collective in this group.
         """
         trainer = self.trainer
         (last,) = max_over_ranks(self.last_step_saved())
@@ -269,29 +269,29 @@ class Copies(Alone):
             return False
         if trainer.rank == 0:
             logger.warning(
-                f"copy {self.number} ends at step {trainer.step}, as the run is done: another copy"
-                f" has saved step {last}",
-                extra=OF_COPY,
+                f"group {self.number} ends at step {trainer.step}, as the run is done: another"
+                f" group has saved step {last}",
+                extra=OF_GROUP,
             )
         self.meets_others = False
         return True
 
     def newest(self) -> str:
-        """Return the newest checkpoint, which another copy may have written, in words."""
+        """Return the newest checkpoint, which another group may have written, in words."""
         checkpointer = self.trainer.checkpointer
         steps = checkpointer.present() if checkpointer.config.enable else []
         return str(checkpointer.path_of(max(steps))) if steps else "the beginning"
 
     def stop_alone(self) -> None:
-        """Stop this copy, which has found no quorum, with what is due on disk."""
+        """Stop this group, which has found no quorum, with what is due on disk."""
         trainer = self.trainer
         if self.ends_with_others():
             return
         if not trainer.stop.poll():
             logger.warning(
-                f"no quorum of copies for {self.config.wait_seconds} s (fault_tolerance."
+                f"no quorum of groups for {self.config.wait_seconds} s (fault_tolerance."
                 f"wait_seconds): {trainer.describe_stop()}",
-                extra={"event": "stop", **OF_COPY},
+                extra={"event": "stop", **OF_GROUP},
             )
             trainer.stop.requested = True
         self.meets_others = False
@@ -299,30 +299,30 @@ class Copies(Alone):
             self.take_over()
 
     def describe_change(self, before: int) -> None:
-        """Log how many copies there are; the first one does, and one that joins."""
+        """Log how many groups there are; the first one does, and one that joins."""
         trainer = self.trainer
         if trainer.rank != 0:
             return
         received = self.quorum.received
-        copies = f"{self.living} of {self.config.copies} copies take part"
+        groups = f"{self.living} of {self.config.replica_groups} groups take part"
         if received is not None:
             nbytes = sum(tensor.nbytes for tensor in received.tensors.values())
             logger.warning(
-                f"copy {self.number} resumes from step {trainer.step} of a living copy"
-                f" ({nbytes / 2**30:.2f} GiB a rank); {copies}",
-                extra={"event": "copies", **OF_COPY},
+                f"group {self.number} resumes from step {trainer.step} of a living group"
+                f" ({nbytes / 2**30:.2f} GiB a rank); {groups}",
+                extra={"event": "copies", **OF_GROUP},
             )
         elif self.is_first:
             where = f"from step {trainer.step + 1} on"
-            logger.warning(f"{copies} {where}, {before} before", extra={"event": "copies"})
+            logger.warning(f"{groups} {where}, {before} before", extra={"event": "copies"})
 
     def take_role(self) -> None:
-        """Write the files of the run if this copy is the first, else write none."""
+        """Write the files of the run if this group is the first, else write none."""
         self.write_files(first=self.quorum.index == 0)
 
     def write_files(self, *, first: bool) -> None:
         """Begin or end to write the files of the run, beginning with lines of metrics that the
-        first copy before this one has not written.
+        first group before this one has not written.
         """
         trainer = self.trainer
         self.owes_save = first and (self.owes_save or not self.is_first)
@@ -334,8 +334,8 @@ class Copies(Alone):
         trainer.write_files(writes=writes)
         if writes and (steps := trainer.metrics.write_missing()):
             logger.warning(
-                f"metrics of step {steps[0]}, which a lost copy has not written, are written by"
-                f" copy {self.number}",
+                f"metrics of step {steps[0]}, which a lost group has not written, are written by"
+                f" group {self.number}",
                 extra={"event": "copies"},
             )
 
@@ -353,45 +353,47 @@ class Copies(Alone):
         return trainer.step // checkpoint.interval * checkpoint.interval
 
     def lacks_save(self) -> bool:
-        """Return True if a checkpoint is due that is not on disk. A collective in this copy."""
+        """Return True if a checkpoint is due that is not on disk. A collective in this group."""
         trainer = self.trainer
         lacks = trainer.rank == 0 and self.step_due > 0
         return max_over_ranks(int(lacks and trainer.checkpointer.newest() < self.step_due)) == [1]
 
     def is_saved_by_another(self) -> bool:
-        """Return True if another living copy is writing a checkpoint. A collective in this copy."""
+        """Return True if another living group is writing a checkpoint. A collective in this
+        group.
+        """
         trainer = self.trainer
         is_held = trainer.rank == 0 and trainer.checkpointer.save_lock.is_held_by_another()
         return max_over_ranks(int(is_held)) == [1]
 
     def write_due(self) -> None:
-        """Save what the first copy before this one was to save, and has not. A collective in this
-        copy.
+        """Save what the first group before this one was to save, and has not. A collective in this
+        group.
 
-        If a living copy is still writing it, the next step looks again.
+        If a living group is still writing it, the next step looks again.
         """
         if not self.owes_save or self.is_saved_by_another():
             return
         self.save_due()
 
     def save_due(self) -> None:
-        """Save this step if a checkpoint is due that is not on disk. A collective in this copy."""
+        """Save this step if a checkpoint is due that is not on disk. A collective in this group."""
         trainer = self.trainer
         self.owes_save = False
         if not self.lacks_save():
             return
         if trainer.rank == 0:
-            line = f"step {trainer.step} is due and not on disk: copy {self.number} saves it"
+            line = f"step {trainer.step} is due and not on disk: group {self.number} saves it"
             if self.step_due != trainer.step:
                 line = (
-                    f"step {self.step_due} is not on disk, as the copy that was saving it is lost:"
-                    f" copy {self.number} saves step {trainer.step} at once"
+                    f"step {self.step_due} is not on disk, as the group that was saving it is lost:"
+                    f" group {self.number} saves step {trainer.step} at once"
                 )
             logger.warning(line, extra={"event": "copies"})
         trainer.save_here()
 
     def take_over(self) -> None:
-        """Write what is due as the only copy that is left, but for what another one that lives is
+        """Write what is due as the only group that is left, but for what another one that lives is
         still writing: it has comm.init_timeout_seconds for that.
         """
         self.write_files(first=True)
@@ -422,9 +424,9 @@ class Copies(Alone):
             )
 
     def end_together(self) -> None:
-        """Meet the other copies once more, which shows who is left to write what is due."""
-        self.parts_before = self.parts()  # for a copy that starts now
-        with progress.phase("waiting for other copies", "init_timeout_seconds"):
+        """Meet the other groups once more, which shows who is left to write what is due."""
+        self.parts_before = self.parts()  # for a group that starts now
+        with progress.phase("waiting for other groups", "init_timeout_seconds"):
             found = self.quorum.begin_step(self.is_written, is_last=True)
             if found:
                 self.take_role()
@@ -447,15 +449,15 @@ class Copies(Alone):
         return {name: local(tensor) for name, tensor in self.trainer.tensors().items()}
 
     def parts(self) -> dict[str, Any]:
-        """Return the rest of this rank's state between two steps. A collective in this copy."""
+        """Return the rest of this rank's state between two steps. A collective in this group."""
         trainer = self.trainer
         trainer.bad_documents.gather([loader.pop_skipped() for loader in trainer.loaders])
         trainer.per_source.gather()
         parts = {name: part.state_dict() for name, part in trainer.stateful.items()}
         return {IDENTITY: asdict(self.identity), LINES: trainer.metrics.lines, **parts}
 
-    def load(self, received: CopyState) -> None:
-        """Go on from the state of another copy. Raises ConfigError if it has another recipe."""
+    def load(self, received: GroupState) -> None:
+        """Go on from the state of another group. Raises ConfigError if it has another recipe."""
         if apart := why_apart(Member(**received.parts[IDENTITY]), self.identity):
             raise SharedConfigError(*apart)
         with torch.no_grad():
@@ -473,11 +475,11 @@ class Copies(Alone):
     # A step
 
     def poll_stop(self) -> bool:
-        """Copies ask each other in every step alone."""
+        """Groups ask each other in every step alone."""
         return self.trainer.stop.requested
 
     def next_batches(self) -> list[DeviceBatch]:
-        """Return the local batches of this step that are of this copy."""
+        """Return the local batches of this step that are of this group."""
         trainer = self.trainer
         self.began = time.perf_counter()
         local_batches = trainer.layout.accumulation_at(trainer.step)
@@ -491,7 +493,7 @@ class Copies(Alone):
         return batches
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of all gradients; zeros where this copy had no batch."""
+        """Return this rank's shards of all gradients; zeros where this group had no batch."""
         shards = []
         for parameter in self.trainer.parameters.values():
             if parameter.grad is None:
@@ -501,10 +503,10 @@ class Copies(Alone):
 
     @torch.no_grad()
     def commit(self, loss: Tensor, tokens: Tensor, stop_requests: Tensor) -> Totals | None:
-        """Sum a step over copies; return None, and undo it, if it does not count.
+        """Sum a step over groups; return None, and undo it, if it does not count.
 
-        loss, tokens, stop_requests: over all ranks of this copy. Gradients and loss are divided by
-        `divisor` before, and by the tokens of all copies after.
+        loss, tokens, stop_requests: over all ranks of this group. Gradients and loss are divided by
+        `divisor` before, and by the tokens of all groups after.
         """
         trainer = self.trainer
         totals = torch.stack((loss.double(), tokens.double(), stop_requests.double()))
@@ -528,35 +530,36 @@ class Copies(Alone):
     def divisor(self, tokens: Tensor) -> Tensor:
         """Return the tokens of this step if all labels count: a scalar.
 
-        The counted ones are known when the step is done, and with it the copies that took part.
+        The counted ones are known when the step is done, and with it the groups that took part.
         """
         trainer = self.trainer
         nominal = trainer.layout.tokens_at(trainer.step)
         return torch.tensor(nominal, dtype=torch.int64, device=trainer.device)
 
     def compare(self) -> str:
-        """Compare with other copies what has to be equal; return what is not, or "".
+        """Compare with other groups what has to be equal; return what is not, or "".
 
         The step does not count then. Every step compares recipe, code and data; one of
-        training.compare_copies_freq compares parameters and optimizer state.
+        training.compare_replicas_freq compares parameters and optimizer state.
         """
         trainer = self.trainer
-        freq = trainer.config.training.compare_copies_freq
+        freq = trainer.config.training.compare_replicas_freq
         checksum = 0
         if freq and trainer.step % freq == 0:
             checksums = [examine(tensor)[0] for tensor in self.tensors().values()]
             checksum = int(torch.stack(checksums).sum())
         own = torch.tensor([self.digest, checksum], dtype=torch.int64, device=trainer.device)
         extremes = torch.cat((own, ~own))  # max(~x) is ~min(x), without overflow
-        seats = own.new_zeros(self.config.copies)
+        seats = own.new_zeros(self.config.replica_groups)
         seats[self.number] = self.seat
         self.quorum.sum([extremes, seats], torch.distributed.ReduceOp.MAX)
         if self.quorum.fault:
             return ""
         if int(seats[self.number]) != self.seat:
             raise SharedConfigError(
-                f"environment: {COPY}={self.number}: another process trains as copy {self.number};"
-                f" start each copy with a {COPY} of its own, from 0 to {self.config.copies - 1}"
+                f"environment: {COPY}={self.number}: another process trains as group {self.number};"
+                f" start each group with a {COPY} of its own, from 0 to"
+                f" {self.config.replica_groups - 1}"
             )
         largest, inverted_smallest = extremes.chunk(2)
         differs = (largest != ~inverted_smallest).tolist()
@@ -567,19 +570,19 @@ class Copies(Alone):
             difference = "state"
         else:
             return ""
-        self.quorum.refuse(DifferentCopies(difference))
+        self.quorum.refuse(DifferentGroups(difference))
         return difference
 
     @property
     def seat(self) -> int:
-        """The claim of this process to the number of its copy: of two with one number the higher
+        """The claim of this process to the number of its group: of two with one number the higher
         one trains on. A process that has trained has a higher one, and then the first.
         """
         return self.quorum.living - self.quorum.index + self.quorum.living * bool(self.steps)
 
     def reference(self) -> Member:
-        """Return the copy that the others have to be like: the first of those that have trained, or
-        of all. A collective over copies.
+        """Return the group that the others have to be like: the first of those that have trained,
+        or of all. A collective over groups.
         """
         device = self.trainer.device
         claim = torch.tensor([self.seat], device=device)
@@ -602,11 +605,11 @@ class Copies(Alone):
     def undo(self, fault: str, difference: str) -> None:
         """Go back to the beginning of a step that does not count.
 
-        fault: that this rank knows. difference: of `compare`. Raises ConfigError in a copy that has
-        joined with another recipe, and TrainingError if parameters differ.
+        fault: that this rank knows. difference: of `compare`. Raises ConfigError in a group that
+        has joined with another recipe, and TrainingError if parameters differ.
         """
         trainer = self.trainer
-        reason = fault or "a sum over copies has failed on another rank"
+        reason = fault or "a sum over groups has failed on another rank"
         self.undone += 1
         trainer.optimizer.zero_grad()
         trainer.per_source.forget()
@@ -618,14 +621,14 @@ class Copies(Alone):
         (found,) = max_over_ranks(DIFFERENCES.index(difference))
         difference = DIFFERENCES[found]
         if difference == "recipe":
-            reason = "a copy has joined with another recipe, data, device or version of the code"
+            reason = "a group has joined with another recipe, data, device or version of the code"
             apart = first_nonempty("\n".join(self.apart))
             if apart and not self.steps:
                 raise SharedConfigError(*apart.splitlines())
         elif difference == "state":
             raise TrainingError(
-                f"step {step}: parameters or optimizer state of copies of the model are not equal"
-                f" (training.compare_copies_freq); another start resumes from {self.newest()}",
+                f"step {step}: parameters or optimizer state of replica groups are not equal"
+                f" (training.compare_replicas_freq); another start resumes from {self.newest()}",
                 everywhere=True,
             )
         self.why_undone = f"step {step} does not count, and is repeated: {reason}"

@@ -1,4 +1,4 @@
-"""Copies that fail are started again, as long as the run goes on."""
+"""Groups that fail are started again, as long as the run goes on."""
 
 import json
 import os
@@ -14,22 +14,22 @@ from commands import Job
 from descendants import runs, until_ended
 from tiny import DEBUG
 
-from titan_lite import launch_copies as module
+from titan_lite import launch_groups as module
 from titan_lite.config import load_config
-from titan_lite.launch_copies import CopyProcesses
+from titan_lite.launch_groups import GroupProcesses
 from titan_lite.resilience.exit_code import FAILED, STOPPED, TRAINED, WRONG_INPUT
 
 
-class Programs(CopyProcesses):
-    """Copies that are programs of Python instead of ranks, without a lighthouse.
+class Programs(GroupProcesses):
+    """Groups that are programs of Python instead of ranks, without a lighthouse.
 
-    programs: of each copy those that it runs one after another, the last one again and again.
+    programs: of each group those that it runs one after another, the last one again and again.
     """
 
     def __init__(self, folder, programs):
         options = [
             f"--job.dump_folder={folder}",
-            "--fault_tolerance.copies=2",
+            "--fault_tolerance.replica_groups=2",
             "--fault_tolerance.lighthouse=http://127.0.0.1:1",
         ]
         super().__init__(options, load_config(DEBUG, options), [()] * len(programs))
@@ -37,14 +37,14 @@ class Programs(CopyProcesses):
         self.started = []
 
     def start_due(self):
-        for copy, when in list(self.starts_at.items()):
+        for group, when in list(self.starts_at.items()):
             if time.monotonic() < when:
                 continue
-            del self.starts_at[copy]
-            self.started.append(copy)
-            code, *others = self.programs[copy]
-            self.programs[copy] = others or [code]
-            self.running[copy] = subprocess.Popen([sys.executable, "-c", code])
+            del self.starts_at[group]
+            self.started.append(group)
+            code, *others = self.programs[group]
+            self.programs[group] = others or [code]
+            self.running[group] = subprocess.Popen([sys.executable, "-c", code])
 
 
 WAITS = "import time; time.sleep(600)"
@@ -63,88 +63,88 @@ def quick(monkeypatch):
 
 
 def ended(folder, *programs):
-    copies = Programs(folder, [list(each) for each in programs])
-    return copies.run(), copies
+    groups = Programs(folder, [list(each) for each in programs])
+    return groups.run(), groups
 
 
 def until_there(path):
-    """The program of a copy that waits for a file."""
+    """The program of a group that waits for a file."""
     return f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.02)"
 
 
-def step_of(folder, copy, step):
-    """The program of a copy that begins a step, and fails."""
-    path = (folder / f"copy-{copy}" if copy else folder) / "restarts.json"
+def step_of(folder, group, step):
+    """The program of a group that begins a step, and fails."""
+    path = (folder / f"copy-{group}" if group else folder) / "restarts.json"
     path.parent.mkdir(exist_ok=True, parents=True)
     text = json.dumps({"0": step})
     return f"open({str(path)!r}, 'w').write({text!r}); raise SystemExit(1)"
 
 
-def test_a_copy_that_fails_is_started_again(tmp_path, capfd):
+def test_a_group_that_fails_is_started_again(tmp_path, capfd):
     back = tmp_path / "back"
     trains = [until_there(back)]
-    code, copies = ended(tmp_path, trains, [CODE.format(1), f"open({str(back)!r}, 'w')"])
+    code, groups = ended(tmp_path, trains, [CODE.format(1), f"open({str(back)!r}, 'w')"])
     assert code == TRAINED
-    assert sorted(copies.started) == [0, 1, 1]
+    assert sorted(groups.started) == [0, 1, 1]
     assert (
-        "titan_lite: copy 1 has failed (exit code 1): started again in 0 s"
+        "titan_lite: group 1 has failed (exit code 1): started again in 0 s"
         in capfd.readouterr().err
     )
 
 
-def test_copies_that_fail_without_a_step_end_the_run(tmp_path, capfd):
-    code, copies = ended(tmp_path, [WAITS], [CODE.format(1)])
+def test_groups_that_fail_without_a_step_end_the_run(tmp_path, capfd):
+    code, groups = ended(tmp_path, [WAITS], [CODE.format(1)])
     assert code == FAILED
-    assert copies.started.count(1) == 3 * 2 + 1
-    assert "error: copies have failed 7 times without a further step" in capfd.readouterr().err
+    assert groups.started.count(1) == 3 * 2 + 1
+    assert "error: groups have failed 7 times without a further step" in capfd.readouterr().err
 
 
-def test_copies_that_fail_while_the_run_goes_on_are_started_again(tmp_path):
+def test_groups_that_fail_while_the_run_goes_on_are_started_again(tmp_path):
     steps = [step_of(tmp_path, 1, step) for step in range(1, 12)]
     back = tmp_path / "back"
     trains = [until_there(back)]
-    code, copies = ended(tmp_path, trains, [*steps, f"open({str(back)!r}, 'w')"])
+    code, groups = ended(tmp_path, trains, [*steps, f"open({str(back)!r}, 'w')"])
     assert code == TRAINED
-    assert copies.started.count(1) == 12
+    assert groups.started.count(1) == 12
 
 
 def test_steps_that_are_taken_again_from_a_checkpoint_are_no_progress(tmp_path):
-    """Such as those before a save that fails on every copy."""
+    """Such as those before a save that fails on every group."""
     programs = [step_of(tmp_path, 1, step) for step in (13, 10, 12, 13) * 3]
-    code, copies = ended(tmp_path, [WAITS], programs)
+    code, groups = ended(tmp_path, [WAITS], programs)
     assert code == FAILED
-    assert copies.started.count(1) == 3 * 2 + 1
+    assert groups.started.count(1) == 3 * 2 + 1
 
 
-def test_when_one_copy_has_trained_none_is_started_again(tmp_path):
+def test_when_one_group_has_trained_none_is_started_again(tmp_path):
     waits = f"{until_there(tmp_path / 'trained')}\nraise SystemExit(1)"
-    copies = Programs(tmp_path, [[TRAINS], [waits]])
-    collect = copies.collect
+    groups = Programs(tmp_path, [[TRAINS], [waits]])
+    collect = groups.collect
 
     def note():
         collect()
-        if 0 in copies.codes:
+        if 0 in groups.codes:
             (tmp_path / "trained").touch()
 
-    copies.collect = note
-    assert copies.run() == TRAINED
-    assert copies.codes == {0: TRAINED, 1: FAILED}
-    assert sorted(copies.started) == [0, 1]
+    groups.collect = note
+    assert groups.run() == TRAINED
+    assert groups.codes == {0: TRAINED, 1: FAILED}
+    assert sorted(groups.started) == [0, 1]
 
 
 @pytest.mark.parametrize(("saves", "ends"), [(True, False), (False, True)])
-def test_without_checkpoints_a_copy_that_starts_ends_with_the_run(saves, ends, tmp_path):
+def test_without_checkpoints_a_group_that_starts_ends_with_the_run(saves, ends, tmp_path):
     """With them it finds the last step on disk."""
-    copies = Programs(tmp_path, [[], []])
-    copies.saves = saves
+    groups = Programs(tmp_path, [[], []])
+    groups.saves = saves
     sent = []
     process = SimpleNamespace(send_signal=sent.append)
-    copies.running = {0: process, 1: process}
-    begun = copies.file_of_steps(1)
+    groups.running = {0: process, 1: process}
+    begun = groups.file_of_steps(1)
     begun.parent.mkdir()
     begun.touch()
-    copies.end_starts()
-    assert copies.starts_at == {}
+    groups.end_starts()
+    assert groups.starts_at == {}
     assert sent == [signal.SIGTERM] * ends
 
 
@@ -157,43 +157,43 @@ def test_without_checkpoints_a_copy_that_starts_ends_with_the_run(saves, ends, t
         ({}, signal.SIGTERM, STOPPED),
     ],
 )
-def test_the_run_ends_as_the_copy_that_has_found_its_last_step_on_disk(
+def test_the_run_ends_as_the_group_that_has_found_its_last_step_on_disk(
     codes, received, code, tmp_path
 ):
-    copies = Programs(tmp_path, [[], []])
-    copies.codes = codes
-    copies.signal = received
-    assert copies.code() == code
+    groups = Programs(tmp_path, [[], []])
+    groups.codes = codes
+    groups.signal = received
+    assert groups.code() == code
 
 
 def test_a_step_that_fails_again_and_again_ends_the_run(tmp_path):
-    code, copies = ended(tmp_path, [TRAINS.replace("pass", WAITS)], [step_of(tmp_path, 1, 13)])
+    code, groups = ended(tmp_path, [TRAINS.replace("pass", WAITS)], [step_of(tmp_path, 1, 13)])
     assert code == FAILED
-    assert copies.started.count(1) == 3 * 2 + 1
+    assert groups.started.count(1) == 3 * 2 + 1
 
 
-def test_wrong_input_ends_all_copies_before_the_run_has_begun(tmp_path):
+def test_wrong_input_ends_all_groups_before_the_run_has_begun(tmp_path):
     assert ended(tmp_path, [WAITS], [CODE.format(2)])[0] == WRONG_INPUT
 
 
-def test_a_copy_of_another_recipe_does_not_end_the_run(tmp_path):
+def test_a_group_of_another_recipe_does_not_end_the_run(tmp_path):
     step_of(tmp_path, 0, 5)
     (tmp_path / "restarts.json").write_text('{"0": 5}')
-    copies = Programs(tmp_path, [[until_there(tmp_path / "noticed")], [CODE.format(2)]])
-    collect = copies.collect
+    groups = Programs(tmp_path, [[until_there(tmp_path / "noticed")], [CODE.format(2)]])
+    collect = groups.collect
 
     def note():
         collect()
-        if 1 in copies.codes:
+        if 1 in groups.codes:
             (tmp_path / "noticed").touch()
 
-    copies.collect = note
-    assert copies.run() == TRAINED
-    assert copies.codes == {0: TRAINED, 1: WRONG_INPUT}
-    assert sorted(copies.started) == [0, 1]
+    groups.collect = note
+    assert groups.run() == TRAINED
+    assert groups.codes == {0: TRAINED, 1: WRONG_INPUT}
+    assert sorted(groups.started) == [0, 1]
 
 
-# A copy whose rank saves for ever, in a session of its own as torchrun's
+# A group whose rank saves for ever, in a session of its own as torchrun's
 SAVING_COPY = """
 import os, signal, subprocess, sys, time
 if sys.argv[-1] != "rank":
@@ -207,20 +207,20 @@ SUPERVISOR = """
 import sys
 from titan_lite import launch
 from titan_lite.config import load_config
-from titan_lite.launch_copies import CopyProcesses
+from titan_lite.launch_groups import GroupProcesses
 
 recipe, folder, program = sys.argv[1:]
-options = [f"--job.dump_folder={folder}", "--fault_tolerance.copies=2"]
+options = [f"--job.dump_folder={folder}", "--fault_tolerance.replica_groups=2"]
 options += ["--fault_tolerance.lighthouse=http://127.0.0.1:1"]
 launch.listen()
-copies = CopyProcesses(options, load_config(recipe, options), [()] * 2)
-sys.executable = program  # of copies
-sys.exit(copies.run())
+groups = GroupProcesses(options, load_config(recipe, options), [()] * 2)
+sys.executable = program  # of groups
+sys.exit(groups.run())
 """
 
 
-def test_a_second_interrupt_ends_all_copies_at_once(tmp_path):
-    program = tmp_path / "copy"
+def test_a_second_interrupt_ends_all_groups_at_once(tmp_path):
+    program = tmp_path / "group"
     program.write_text(f"#!{sys.executable}{SAVING_COPY}")
     program.chmod(0o700)
     command = [sys.executable, "-c", SUPERVISOR, DEBUG, tmp_path, program]
@@ -235,21 +235,21 @@ def test_a_second_interrupt_ends_all_copies_at_once(tmp_path):
     until_ended(processes)
 
 
-def test_a_signal_stops_all_copies(tmp_path):
-    ready = [tmp_path / f"ready-{copy}" for copy in range(2)]
+def test_a_signal_stops_all_groups(tmp_path):
+    ready = [tmp_path / f"ready-{group}" for group in range(2)]
     # by no exception, which would be lost where it meets the end of an object
     ends = "import os, signal; signal.signal(15, lambda *_: os._exit(75)); open({!r}, 'w'); {}"
-    copies = Programs(tmp_path, [[ends.format(str(path), WAITS)] for path in ready])
-    copies.signal = signal.SIGTERM
-    real = copies.stop
+    groups = Programs(tmp_path, [[ends.format(str(path), WAITS)] for path in ready])
+    groups.signal = signal.SIGTERM
+    real = groups.stop
 
     def later(number):
-        while len(copies.running) < 2:
-            copies.start_due()
+        while len(groups.running) < 2:
+            groups.start_due()
         while not all(path.exists() for path in ready):
             time.sleep(0.02)
         real(number)
 
-    copies.stop = later
-    assert copies.run() == STOPPED
-    assert copies.codes == {0: STOPPED, 1: STOPPED}
+    groups.stop = later
+    assert groups.run() == STOPPED
+    assert groups.codes == {0: STOPPED, 1: STOPPED}

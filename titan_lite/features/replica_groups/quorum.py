@@ -1,18 +1,18 @@
-"""Find the living copies of the model for a step, and sum tensors over them (torchft).
+"""Find the living replica groups for a step, and sum tensors over them (torchft).
 
     quorum = Quorum(config.fault_tolerance, number, device, state_of)
     quorum.go_on_from(step=7)
     if not quorum.begin_step(stops): ...  # agrees on who is alive; `received`: the state of another
-    quorum.share(8)                       # range(4, 8): the local batches of 8 that this copy takes
-    quorum.sum(gradients)                 # in place, over copies
+    quorum.share(8)                       # range(4, 8): the local batches of 8 that this one takes
+    quorum.sum(gradients)                 # in place, over groups
     quorum.commit()                       # True: the step counts
 
-Each copy is a world of its own, with process groups for all axes of the mesh. Copies meet at a
+Each group is a world of its own, with process groups for all axes of the mesh. Groups meet at a
 lighthouse, a small server. Before a step each asks it who is alive: those that ask are the quorum
 of the step, in which each has an index, and a process group for each rank number connects them. A
-copy that is behind takes the state of one that is not, rank by rank.
+group that is behind takes the state of one that is not, rank by rank.
 
-                    copy 0            copy 1
+                    group 0            group 1
     step 7          quorum of 2       quorum of 2
                     batches 0 to 3    batches 4 to 7
                     sum fails         killed                          (starts again)
@@ -22,7 +22,7 @@ copy that is behind takes the state of one that is not, rank by rank.
     step 9          quorum of 2       quorum of 2: takes the state after step 8
 
 A step whose sums have failed is undone, and taken again by those that are left. Where the sums of
-one copy have failed and those of another have not, the second is a step ahead, and the first takes
+one group have failed and those of another have not, the second is a step ahead, and the first takes
 its state. torchft: https://github.com/meta-pytorch/torchft.
 """
 
@@ -48,27 +48,27 @@ from titan_lite import progress
 from titan_lite.config import FaultTolerance
 from titan_lite.distributed.process_group import first_line, max_over_ranks
 from titan_lite.environment import address_towards
-from titan_lite.logging import OF_COPY, logger
+from titan_lite.logging import OF_GROUP, logger
 
 BUCKET_BYTES = 2**26  # of a sum: few large ones hide the latency of a network
 QUORUM_SECONDS = 10  # of a request to the lighthouse, which is repeated
-COMMIT_TIMEOUTS = 2  # ranks of a copy may notice a failed sum one time limit apart
+COMMIT_TIMEOUTS = 2  # ranks of a group may notice a failed sum one time limit apart
 PAUSE = 1.0  # seconds before a request is repeated
-# Of a wait after the last step: the lighthouse does without a copy that lives and does not ask
+# Of a wait after the last step: the lighthouse does without a group that lives and does not ask
 # after 60 s (lighthouse.JOIN_TIMEOUT)
 LAST_SECONDS = 70
 
 
 @dataclass(frozen=True)
-class CopyState:
-    """The state of a rank of a copy between two steps."""
+class GroupState:
+    """The state of a rank of a group between two steps."""
 
     tensors: Mapping[str, Tensor]  # this rank's shards; received ones are on the host
     parts: Mapping[str, Any]  # state_dict() of the other parts, by name
 
 
 class _Transport(HTTPTransport[dict[str, Any]]):
-    """torchft's transport of states, which are pickled, at an address that other copies know.
+    """torchft's transport of states, which are pickled, at an address that other groups know.
 
     host: of this machine; torchft gives its name, which others may not resolve.
     """
@@ -82,9 +82,9 @@ class _Transport(HTTPTransport[dict[str, Any]]):
 
 
 class Quorum:
-    """The living copies, and this one among them.
+    """The living groups, and this one among them.
 
-    number: of this copy. state_of: returns the state of this rank between two steps.
+    number: of this group. state_of: returns the state of this rank between two steps.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Quorum:
         settings: FaultTolerance,
         number: int,
         device: torch.device,
-        state_of: Callable[[], CopyState],
+        state_of: Callable[[], GroupState],
     ):
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what matters is logged here
         # of received tensors, which are only read
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         self.settings = settings
-        self.living = 0  # copies in this step
-        self.index = 0  # of this copy among them
-        self.received: CopyState | None = None  # of another copy, which this one continues
+        self.living = 0  # groups in this step
+        self.index = 0  # of this group among them
+        self.received: GroupState | None = None  # of another group, which this one continues
         timeout = timedelta(seconds=settings.timeout_seconds)
         group = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
         host = address_towards(settings.address)
@@ -108,9 +108,9 @@ class Quorum:
             pg=group(timeout=timeout),
             load_state_dict=self._keep,
             state_dict=lambda: vars(state_of()),
-            min_replica_size=settings.min_copies,
+            min_replica_size=settings.min_replica_groups,
             use_async_quorum=False,  # the quorum of a step decides who takes which batches
-            init_sync=False,  # all copies begin with the same seed, weights or checkpoint
+            init_sync=False,  # all groups begin with the same seed, weights or checkpoint
             timeout=timeout,
             quorum_timeout=timedelta(seconds=QUORUM_SECONDS),
             connect_timeout=timeout,
@@ -125,18 +125,18 @@ class Quorum:
         )
 
     def _keep(self, state: Mapping[str, Any]) -> None:
-        self.received = CopyState(**state)
+        self.received = GroupState(**state)
 
     def go_on_from(self, step: int) -> None:
         """Take part from the step after `step` on."""
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def begin_step(self, stops: Callable[[], bool], *, is_last: bool = False) -> bool:
-        """Agree on the copies of the next step, and receive the state of one that is ahead.
+        """Agree on the groups of the next step, and receive the state of one that is ahead.
 
         Returns False if there was no quorum before the limit, or before `stops` returned True on a
-        rank of this copy. is_last: there is no further step, for which any copies are enough; the
-        limit is that of a copy which lives and does not ask.
+        rank of this group. is_last: there is no further step, for which any groups are enough; the
+        limit is that of a group which lives and does not ask.
         """
         limit = self.settings.wait_seconds
         if is_last:
@@ -146,7 +146,7 @@ class Quorum:
         step = self.manager.current_step()
         while True:
             progress.beat()
-            lacks = self._ask(1 if is_last else self.settings.min_copies)
+            lacks = self._ask(1 if is_last else self.settings.min_replica_groups)
             is_over = time.monotonic() - started > limit or stops()
             has_state = self.received is not None
             # Each rank has asked for itself: all of them go on, with a state or without, or none.
@@ -164,14 +164,14 @@ class Quorum:
             if lacks and lacks != said and not is_last:
                 logger.warning(
                     f"waiting for {lacks}, at most {limit} s (fault_tolerance.wait_seconds)",
-                    extra=OF_COPY,
+                    extra=OF_GROUP,
                 )
                 said = lacks
             time.sleep(PAUSE)
 
     def _ask(self, least: int) -> str:
         """Ask the lighthouse for a quorum, and receive a state if it is due. Return what is lacking
-        for a step of `least` copies; "" if nothing is.
+        for a step of `least` groups; "" if nothing is.
         """
         self.received = None
         try:
@@ -184,8 +184,8 @@ class Quorum:
         if self.living >= least and not self.fault:
             return ""
         if self.living < least:
-            return self._other_copies()
-        return f"a connection with other copies, which has failed ({self.fault})"
+            return self._other_groups()
+        return f"a connection with other groups, which has failed ({self.fault})"
 
     def _missing(self, error: Exception) -> str:
         """Return what a quorum lacks. error: of the request."""
@@ -193,20 +193,21 @@ class Quorum:
             return f"the lighthouse {self.settings.address}, which does not answer ({silence})"
         match = re.search('message: "([^"]*)"', str(error))  # of gRPC
         reason = match[1] if match else first_line(error)
-        return f"{self._other_copies()}, or an answer of the lighthouse ({reason})"
+        return f"{self._other_groups()}, or an answer of the lighthouse ({reason})"
 
-    def _other_copies(self) -> str:
-        return f"other copies (fault_tolerance.min_copies = {self.settings.min_copies})"
+    def _other_groups(self) -> str:
+        needed = self.settings.min_replica_groups
+        return f"other groups (fault_tolerance.min_replica_groups = {needed})"
 
     def share(self, local_batches: int) -> range:
-        """Return which of the local batches of a step this copy takes."""
+        """Return which of the local batches of a step this group takes."""
         first = local_batches * self.index // self.living
         return range(first, local_batches * (self.index + 1) // self.living)
 
     def sum(
         self, tensors: Iterable[Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """Sum over copies, in place.
+        """Sum over groups, in place.
 
         After a failure the values are wrong, further sums do nothing, and `commit` returns False.
         """
@@ -229,9 +230,9 @@ class Quorum:
         self.manager.report_error(error)
 
     def commit(self) -> bool:
-        """Return True if all sums of this step have succeeded on all ranks of this copy.
+        """Return True if all sums of this step have succeeded on all ranks of this group.
 
-        Raises RuntimeError if another rank of this copy does not answer.
+        Raises RuntimeError if another rank of this group does not answer.
         """
         progress.beat()
         limit = timedelta(seconds=COMMIT_TIMEOUTS * self.settings.timeout_seconds)
@@ -244,7 +245,7 @@ class Quorum:
 
 def await_lighthouse(settings: FaultTolerance, stops: Callable[[], bool]) -> bool:
     """Wait until the lighthouse answers; return False after the limit, or if `stops` returned True
-    on a rank of this copy. A collective in this copy.
+    on a rank of this group. A collective in this group.
     """
     started = time.monotonic()
     said = False
@@ -257,7 +258,7 @@ def await_lighthouse(settings: FaultTolerance, stops: Callable[[], bool]) -> boo
             logger.warning(
                 f"waiting for the lighthouse {settings.address}, which does not answer ({silence}),"
                 f" at most {settings.wait_seconds} s (fault_tolerance.wait_seconds)",
-                extra=OF_COPY,
+                extra=OF_GROUP,
             )
         progress.beat()
         time.sleep(0.2)

@@ -1,8 +1,8 @@
-"""Copies of the model of one process each, of which one kills itself, once, at a chosen point.
+"""Replica groups of one process each, of which one kills itself, once, at a chosen point.
 
-    KILL='{"copy": 0, "at": "save", "step": 4}' python tests/killed_copies.py RECIPE [options]
+    KILL='{"group": 0, "at": "save", "step": 4}' python tests/killed_groups.py RECIPE [options]
 
-    copy    that is killed
+    group    that is killed
     step    in which, or of the checkpoint
     at      commit          after the step was committed, before parameters are updated
             line            after the update, before its line of metrics
@@ -10,7 +10,7 @@
             save            before a checkpoint is begun
             write           when its tensors are written, and it has no name yet
             rename          when it has its name
-            disk            none is killed: no copy can give a checkpoint its name
+            disk            none is killed: no group can give a checkpoint its name
 
 The file `killed` of the run's folder says that it has happened. The exit code is the run's.
 """
@@ -28,7 +28,7 @@ from titan_lite import manifest
 from titan_lite.config import load_config
 from titan_lite.environment import COPY, set_torchft_variables
 from titan_lite.hooks import Hook
-from titan_lite.launch_copies import CopyProcesses
+from titan_lite.launch_groups import GroupProcesses
 from titan_lite.resilience.exit_code import end_with
 from titan_lite.train import main
 
@@ -36,21 +36,21 @@ POINT = json.loads(os.environ["KILL"])
 MOMENTS = {"commit": "gradients", "line": "step_end", "save": "save"}
 
 
-class OfOneProcess(CopyProcesses):
-    """Copies that are this program."""
+class OfOneProcess(GroupProcesses):
+    """Groups that are this program."""
 
     def start_due(self):
-        for copy, when in list(self.starts_at.items()):
+        for group, when in list(self.starts_at.items()):
             if time.monotonic() < when:
                 continue
-            del self.starts_at[copy]
-            self.begun[copy] = time.monotonic()
+            del self.starts_at[group]
+            self.begun[group] = time.monotonic()
             command = [sys.executable, __file__, *self.arguments]
-            self.running[copy] = subprocess.Popen(command, env=self.environment_of(copy))
+            self.running[group] = subprocess.Popen(command, env=self.environment_of(group))
 
 
 class Killed(Hook):
-    """The hook of the copy that is killed."""
+    """The hook of the group that is killed."""
 
     def __init__(self, folder):
         self.mark = Path(folder) / "killed"
@@ -85,13 +85,13 @@ def watch_renames(kill):
     manifest.publish = killed
 
 
-def begin_together(folder, copy):
-    """Have the first step wait for all copies, of which the lighthouse knows by then."""
+def begin_together(folder, group):
+    """Have the first step wait for all groups, of which the lighthouse knows by then."""
     set_torchft_variables()
-    from titan_lite.features.copies import quorum
+    from titan_lite.features.replica_groups import quorum
 
     begin_step = quorum.Quorum.begin_step
-    is_ready = Path(folder) / f"ready-{copy}"
+    is_ready = Path(folder) / f"ready-{group}"
 
     def waiting(self, *arguments, **named):
         is_ready.touch()
@@ -105,10 +105,10 @@ def begin_together(folder, copy):
 def run(arguments):
     config = load_config(arguments[0], arguments[1:])
     if COPY not in os.environ:
-        return OfOneProcess(arguments, config, [()] * config.fault_tolerance.copies).run()
+        return OfOneProcess(arguments, config, [()] * config.fault_tolerance.replica_groups).run()
     hooks = []
     begin_together(config.job.dump_folder, os.environ[COPY])
-    if POINT["at"] == "disk" or int(os.environ[COPY]) == POINT["copy"]:
+    if POINT["at"] == "disk" or int(os.environ[COPY]) == POINT["group"]:
         hook = Killed(config.job.dump_folder)
         if POINT["at"] in MOMENTS:
             moment = f"on_{MOMENTS[POINT['at']]}"

@@ -1,4 +1,4 @@
-"""A copy of the model receives the state of another bit for bit, at the address that it was given."""
+"""a replica group receives the state of another bit for bit, at the address that it was given."""
 
 from datetime import timedelta
 
@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("torchft")
 
-from titan_lite.features.copies.quorum import CopyState, _Transport
+from titan_lite.features.replica_groups.quorum import GroupState, _Transport
 
 LIMIT = timedelta(seconds=300)  # which only a hang exceeds
-STATE = CopyState(
+STATE = GroupState(
     tensors={
         "norm.weight": torch.arange(7, dtype=torch.float32) / 3,
         "wide": torch.arange(400_000).view(1000, 400).t(),  # not contiguous
@@ -26,7 +26,7 @@ def test_a_state_arrives_as_it_was_sent(host, shown):
     sender = _Transport(host, LIMIT)
     assert sender.metadata().startswith(f"http://{shown}:")
     sender.send_checkpoint([1], 7, vars(STATE), LIMIT)
-    state = CopyState(**_Transport(host, LIMIT).recv_checkpoint(0, sender.metadata(), 7, LIMIT))
+    state = GroupState(**_Transport(host, LIMIT).recv_checkpoint(0, sender.metadata(), 7, LIMIT))
     assert state.parts == STATE.parts
     assert list(state.tensors) == list(STATE.tensors)
     for name, tensor in STATE.tensors.items():

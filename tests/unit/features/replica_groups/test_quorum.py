@@ -1,12 +1,12 @@
-"""Local batches are dealt to living copies, and tensors are summed in buckets."""
+"""Local batches are dealt to living groups, and tensors are summed in buckets."""
 
 import pytest
 import torch
 
 pytest.importorskip("torchft")
 
-from titan_lite.features.copies import quorum as module
-from titan_lite.features.copies.quorum import Quorum, buckets_of
+from titan_lite.features.replica_groups import quorum as module
+from titan_lite.features.replica_groups.quorum import Quorum, buckets_of
 
 
 @pytest.mark.parametrize(
@@ -14,17 +14,17 @@ from titan_lite.features.copies.quorum import Quorum, buckets_of
     [
         (8, 2, [range(4), range(4, 8)]),
         (8, 3, [range(2), range(2, 5), range(5, 8)]),
-        (1, 2, [range(0), range(1)]),  # the ramp of a batch may begin with fewer than copies
+        (1, 2, [range(0), range(1)]),  # the ramp of a batch may begin with fewer than groups
         (5, 1, [range(5)]),
     ],
 )
-def test_each_local_batch_is_of_one_copy(local_batches, living, shares):
+def test_each_local_batch_is_of_one_group(local_batches, living, shares):
     found = []
     for index in range(living):
-        copy = object.__new__(Quorum)
-        copy.living = living
-        copy.index = index
-        found.append(copy.share(local_batches))
+        group = object.__new__(Quorum)
+        group.living = living
+        group.index = index
+        found.append(group.share(local_batches))
     assert found == shares
     assert [batch for share in found for batch in share] == list(range(local_batches))
 

@@ -1,1 +1,0 @@
-"""Copies of the model that train one run together, of which some may be lost."""

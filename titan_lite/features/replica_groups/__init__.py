@@ -1,0 +1,1 @@
+"""Replica groups that train one run together, of which some may be lost."""
