@@ -399,7 +399,7 @@ class Checkpointer(SavedSteps):
         try:
             yield
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
-            if not is_communication_error(error) and self._was_saved_by_another_copy(step):
+            if not is_communication_error(error) and self._was_saved_by_another_group(step):
                 self.newest_saved = step
                 return
             failure = CheckpointError(
@@ -417,7 +417,7 @@ class Checkpointer(SavedSteps):
         finally:
             self.save_lock.release()
 
-    def _was_saved_by_another_copy(self, step: int) -> bool:
+    def _was_saved_by_another_group(self, step: int) -> bool:
         """Return True if the first rank finds a step on disk that this group could not save."""
         if not self.run:
             return False

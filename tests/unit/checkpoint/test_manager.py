@@ -698,7 +698,7 @@ def test_a_copy_removes_its_own_leftovers_alone_while_another_may_write(tmp_path
     for name in names:
         (folder / name).mkdir(parents=True)
     second = Checkpointer(Checkpoint(enable=True), tmp_path, run="run", own_suffix="-copy-1")
-    second._remove_leftovers(of_all_copies=False)
+    second._remove_leftovers(of_all_groups=False)
     assert sorted(path.name for path in folder.iterdir()) == [names[0], names[2]]
     first = Checkpointer(Checkpoint(enable=True), tmp_path, run="run")
     first.lock()  # it comes first, so no other copy is there

@@ -146,7 +146,8 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
 
 def twin(config: Config, layout: Degrees, steps: int) -> Config:
     """Return a small version of `config` on `layout`."""
-    small = _with_modules_of_twin(config).replace(
+    config = _with_modules_of_twin(config)
+    small = config.replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
         lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
