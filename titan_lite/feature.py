@@ -189,7 +189,7 @@ class Feature:
 
     # `titan-lite verify` and `titan-lite plan`
 
-    def without_approximation(self, config: Config) -> tuple[Config, str]:
+    def for_verify(self, config: Config) -> tuple[Config, str]:
         """Return the recipe for a few steps on CPUs that are compared with one process, and what to
         say that it is without: what only approximates; "" for nothing. All else that the feature
         does is in the first step.

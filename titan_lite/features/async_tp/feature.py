@@ -50,7 +50,7 @@ class AsyncTensorParallel(Feature):
 
         return inductor_settings_of(mesh.get_group("tp").group_name)
 
-    def without_approximation(self, config: Config) -> tuple[Config, str]:
+    def for_verify(self, config: Config) -> tuple[Config, str]:
         """Without Inductor, which alone fuses; and with chunks that divide the tokens."""
         parallelism = config.parallelism
         ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree

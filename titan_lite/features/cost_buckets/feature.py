@@ -29,7 +29,7 @@ class CostBuckets(Feature):
         others = [each for each in passes if each is not overlap_collectives]
         return [overlap_by_inductor if each is bucket_by_block else each for each in others]
 
-    def without_approximation(self, config: Config) -> tuple[Config, str]:
+    def for_verify(self, config: Config) -> tuple[Config, str]:
         # gathered once a step, there is nothing to bucket
         parallelism = config.parallelism.replace(fsdp_communication="microbatch")
         return config.replace(parallelism=parallelism), ""

@@ -41,7 +41,7 @@ class MatrixOptimizers(Feature):
             " (optimizer.name)"
         ]
 
-    def without_approximation(self, config: Config) -> tuple[Config, str]:
+    def for_verify(self, config: Config) -> tuple[Config, str]:
         optimizer = config.optimizer
         read = OPTIMIZERS[optimizer.name].keys
         exact = {"ns_dtype": "float32", "start_preconditioning_step": 1}

@@ -25,7 +25,7 @@ class MixtureOfExperts(Feature):
             return {"biases of experts": "centred on their mean"}  # not in older steps
         return {}
 
-    def without_approximation(self, config: Config) -> tuple[Config, str]:
+    def for_verify(self, config: Config) -> tuple[Config, str]:
         keys = ExpertsKeys.of(config)
         if not keys.capacity_factor:
             return config, ""

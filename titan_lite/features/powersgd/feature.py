@@ -53,7 +53,7 @@ class PowerSGDFeature(Feature):
             ranks["ep"] = layout.expert_parallel
         return {"between": {**ranks, "rank": PowerSGDKeys.of(config).replicate_rank}}
 
-    def without_approximation(self, config: Config) -> tuple[Config, str]:
+    def for_verify(self, config: Config) -> tuple[Config, str]:
         keys = PowerSGDKeys.of(config)
         how = keys.replicate_compression
         why = f'parallelism.replicate_compression = "{how}", which approximates'

@@ -153,7 +153,7 @@ class Verification:
                 f" whose probabilities are apart by {self.tolerances.tie:g} at most"
             )
         for feature in features_of(self.config):
-            _, why = feature.without_approximation(self.config)
+            _, why = feature.for_verify(self.config)
             if why:
                 print(f"not in the proxy: {why}")
         print(

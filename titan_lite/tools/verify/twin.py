@@ -161,7 +161,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         fault_tolerance=FaultTolerance(),
     )
     for feature in features_of(config):
-        small, _ = feature.without_approximation(small)
+        small, _ = feature.for_verify(small)
     return small
 
 
