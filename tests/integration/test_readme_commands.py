@@ -159,7 +159,7 @@ HERE = {
         "lost", "--hardware h100 --training.global_batch_size=64", RECIPE
     ),
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
-    f"{PLANNER} RECIPE --tokens 1e12 --price-per-gpu-hour 2.5": Run(
+    f"{PLANNER} RECIPE --tokens 1T --price-per-gpu-hour 2.5": Run(
         "of the time counts", PLAN, RECIPE
     ),
     f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),

@@ -256,8 +256,8 @@ class LRScheduler(Section):
     """Shape of the decay."""
 
     min_lr_factor: float = Field(0.0, ge=0, le=1)
-    """Learning rate, relative to lr, that the decay ends at, one step after the last one; so with 0
-    the last step still learns."""
+    """The learning rate at the end of the decay, as a share of lr. The decay ends one step after the
+    last one, so the last step learns even with 0."""
 
 
 @with_added_keys("parallelism")

@@ -81,9 +81,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--tokens",
-        type=above_zero,
+        type=number_of_tokens,
         default=0.0,
-        help="a token budget, such as 15e12, to print its days and GPU-hours",
+        help="a token budget, such as 15T, to print its days and GPU-hours",
     )
     parser.add_argument(
         "--price-per-gpu-hour",
@@ -155,6 +155,13 @@ def above_zero(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 2.5 or 15e12")
     return number
+
+
+def number_of_tokens(text: str) -> float:
+    """Return an option's value as a number, which may end with M, B or T."""
+    powers = {"M": 1e6, "B": 1e9, "T": 1e12}
+    unit = text[-1:].upper()
+    return above_zero(text[:-1]) * powers[unit] if unit in powers else above_zero(text)
 
 
 def factor(text: str) -> float:

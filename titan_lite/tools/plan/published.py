@@ -141,7 +141,9 @@ class Evidence:
             return plans
         kind = self.kind
         described = ", ".join((kind.model, kind.mode, kind.precision, kind.limited))
-        return f"no three published runs like this one ({described}); {plans}"
+        return (
+            f"fewer than three published runs are like this one ({described}); of others, {plans}"
+        )
 
     def shared(self) -> str:
         """Return what all the runs are, in words."""

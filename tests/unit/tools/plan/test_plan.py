@@ -22,6 +22,7 @@ from titan_lite.tools.plan.command import (
     lay_out,
     main,
     note_on_groups,
+    number_of_tokens,
     world_size_of,
 )
 from titan_lite.tools.plan.plan import make_plan
@@ -32,6 +33,13 @@ RECIPES = Path(__file__).parents[4] / "train_configs"
 EIGHT = str(RECIPES / "llama3_8b.toml")
 H100 = load_machine("H100")
 SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("15T", 15e12), ("1.5b", 1.5e9), ("300M", 3e8), ("15e12", 15e12)]
+)
+def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
+    assert number_of_tokens(text) == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
             ["tp 4", "6 ranks", "start 8 ranks"],
         ),
         (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 2.5 or 15e12"]),
-        (["--tokens", "nan"], ["--tokens: nan", "above 0"]),
+        (["--tokens", "nanT"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
         (
             ["--price-per-gpu-hour=2", "--search"],

@@ -215,8 +215,8 @@ def words(flavor: str, machine: Machine, *options: str) -> str:
             "8B",
             PROFILES["H100"],
             (),
-            "no three published runs like this one (8B, inductor, bfloat16, H100 at 700 W); plans of 6"
-            " published runs (8B, inductor, bfloat16, H100) were 0.99 to 1.02 times as fast",
+            "fewer than three published runs are like this one (8B, inductor, bfloat16, H100 at 700 W);"
+            " of others, plans of 6 published runs (8B, inductor, bfloat16, H100) were 0.99 to 1.02 times as fast",
         ),
     ],
 )
