@@ -256,8 +256,8 @@ class LRScheduler(Section):
     """Shape of the decay."""
 
     min_lr_factor: float = Field(0.0, ge=0, le=1)
-    """The learning rate at the end of the decay, as a share of lr. The decay ends one step after the
-    last one, so the last step learns even with 0."""
+    """The learning rate at the end of the decay, as a share of lr. The decay ends one step after
+    the last one, so the last step learns even with 0."""
 
 
 @with_added_keys("parallelism")
