@@ -14,21 +14,11 @@ from titan_lite.metrics.run_files import Window, timed_windows
 from titan_lite.models.shapes import shape_words
 from titan_lite.tools.plan.plan import Plan
 
-PLANNED_SECTIONS = (
-    "model",
-    "training",
-    "optimizer",
-    "parallelism",
-    "activation_checkpoint",
-    "compile",
-    "float8",
-)
-# Keys of these sections that no plan depends on.
+# Tables and keys that no plan depends on.
 NOT_PLANNED = (
-    "model.tokenizer_path",
-    "training.steps",
-    "training.gc_freq",
-    "optimizer.lr",
+    *("job", "lr_scheduler", "checkpoint", "data", "validation", "metrics", "profiling", "comm"),
+    *("fault_tolerance", "debug"),
+    *("model.tokenizer_path", "training.steps", "training.gc_freq", "optimizer.lr"),
     "compile.dump_graphs",
 )
 
@@ -47,7 +37,7 @@ def read_windows(folder: Path, config: Config) -> list[Window]:
             raise ConfigError(f"{written}: no {path.name} in it; use a run's job.dump_folder")
     of_run = flatten(load_config(recipe, []))
     for key, value in flatten(config).items():
-        is_planned = key.partition(".")[0] in PLANNED_SECTIONS and key not in NOT_PLANNED
+        is_planned = not {key, key.partition(".")[0]} & {*NOT_PLANNED}
         if is_planned and of_run[key] != value:
             raise ConfigError(
                 f"{written}: its run had {key} = {of_run[key]!r}, and this recipe has {value!r};"

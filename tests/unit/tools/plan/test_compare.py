@@ -7,7 +7,7 @@ import json
 import pytest
 from test_plan import RECIPES
 
-from titan_lite.config import load_config, to_toml
+from titan_lite.config import ConfigError, load_config, to_toml
 from titan_lite.tools.plan.command import main
 from titan_lite.tools.plan.compare import ranks_of, read_windows
 
@@ -95,3 +95,10 @@ def test_a_run_of_another_recipe_is_refused(run, capsys):
         == f"error: --compare {run}: its run had training.local_batch_size = 2, and this recipe has"
         f" 1; use the run's own, {run}/config.toml"
     )
+
+
+def test_keys_of_features_are_compared_too(run):
+    config = load_config(DEBUG, SHORT)
+    other = config.replace(experts=config.experts.replace(capacity_factor=2.0))
+    with pytest.raises(ConfigError, match=r"its run had experts.capacity_factor"):
+        read_windows(run, other)
