@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_lite import manifest, progress
 from titan_lite.alone import Alone
 from titan_lite.checkpoint.agreement import agree
+from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
 from titan_lite.checkpoint.names import OF_FEATURES, section_of
 from titan_lite.checkpoint.resume import compare
@@ -66,6 +67,7 @@ from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.process_group import (
     connect_store,
     init_process_group,
+    limit_collectives,
     share_on_node,
 )
 from titan_lite.dtensor import gradient_shard
@@ -151,7 +153,7 @@ class Trainer:
     bos_id: int  # the token that begins a document, for training.mask_documents
 
     progress: Progress
-    replica_groups: Alone  # of the model, which share the steps of this run
+    replica_groups: Alone  # which share the steps of this run
     skipped_steps: SkippedSteps
     stop: StopSignal
     checkpointer: Checkpointer
@@ -254,7 +256,9 @@ class Trainer:
         if config.compile.enable:
             self.machine = find_machine(config.compile.machine, self.device)
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
-        # again: whoever listens may limit the process groups that `parallelize` has made
+        # Those that `build_mesh` and `parallelize` have made, too; whoever listens may lower it.
+        limit = config.comm.longest_limit + progress.PATIENCE
+        limit_collectives(limit, but_for=CHECKPOINT_GROUP)
         progress.start_phase("start", "init_timeout_seconds")
         for hook in self.hooks:
             hook.on_model_built(self.model)

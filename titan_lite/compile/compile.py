@@ -1,6 +1,6 @@
 """Compile the parallelized model. Passes on its graphs replace the hooks of FSDP.
 
-    schedule = Schedule(PassSettings(config.compile, machine), choose_passes(config.compile))
+    schedule = Schedule(PassSettings(config.compile, machine), passes_of(config))
     compiled = compile_model(traceable, schedule)                   # at its first call
     loss = compile_function(loss, config.compile)                   # without passes
 

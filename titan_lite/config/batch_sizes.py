@@ -47,8 +47,8 @@ def gradient_accumulation_steps(
     """Return [(local batches of a rank and optimizer step, last step with this number), ...].
 
     The first entries are those of training.global_batch_ramp. The last one is
-    training.global_batch_size, up to step infinity; by default one for each of `groups`, groups of
-    the model that share local batches (fault_tolerance). Raises ConfigError for a batch that
+    training.global_batch_size, up to step infinity; by default one for each of `groups`,
+    replica groups that share local batches (fault_tolerance). Raises ConfigError for a batch that
     `dp_degree` data-parallel ranks cannot share.
     """
     steps: list[tuple[int, float]] = []

@@ -265,10 +265,10 @@ class Parallelism(Section):
     """The layout of ranks; the product of all degrees is the number of ranks."""
 
     data_parallel_replicate_degree: int = Field(1, ge=1)
-    """Copies of the sharded model (HSDP; DDP if shard degree is 1)."""
+    """Replicas of the sharded model (HSDP; DDP if shard degree is 1)."""
 
     data_parallel_shard_degree: Annotated[int, Field(ge=1)] | Literal[-1] = -1
-    """Ranks that a copy is sharded over (FSDP); -1: all remaining ranks."""
+    """Ranks that a replica is sharded over (FSDP); -1: all remaining ranks."""
 
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that each matrix product is split over."""

@@ -68,9 +68,7 @@ class Layout:
     expert_parallel: int = 1  # ranks, of dp_shard x cp x tp, that have a block's experts together
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[tuple[int, int], ...] = ()  # (local batches, last step), before `accumulation`
-    replica_groups: int = (
-        1  # of the model, each on all ranks of a layout, which share local batches
-    )
+    replica_groups: int = 1  # each on all ranks of a layout; they share local batches
 
     @classmethod
     def from_config(

@@ -44,10 +44,10 @@ def expert_mesh(mesh: DeviceMesh, of_parameters: DeviceMesh, degree: int) -> Dev
     """Return the mesh that matrices of experts are placed on: EXPERT_AXES, or `of_parameters`, the
     result of `parameter_mesh`, if it has the same ranks.
 
-    Tensor-parallel ranks have other tokens between blocks, so all ranks of a pipeline stage's copy
-    share the experts: cp and tp are folded into dp_shard, of which `degree` neighbours are ep. The
-    reduce-scatter over dp_shard is also the sum over tp, for which a norm needs an all-reduce. Call
-    it once, on all ranks, as `parameter_mesh`.
+    Tensor-parallel ranks have other tokens between blocks, so all ranks of a pipeline stage's
+    replica share the experts: cp and tp are folded into dp_shard, of which `degree` neighbours are
+    ep. The reduce-scatter over dp_shard is also the sum over tp, for which a norm needs an
+    all-reduce. Call it once, on all ranks, as `parameter_mesh`.
     """
     if mesh["tp"].size() == degree == 1:
         return of_parameters

@@ -30,6 +30,9 @@ from titan_lite.distributed.endpoint import check_port, check_store
 
 T = TypeVar("T")
 
+# torch 2.14 made it public
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
 
 def connect_store(seconds: float) -> dist.Store:
     """Return the store of all ranks, which is torchrun's or, without that, rank 0's.
@@ -49,6 +52,16 @@ def connect_store(seconds: float) -> dist.Store:
     store: dist.Store = connected[0]  # beside it, this rank and the number of ranks
     store.set_timeout(timeout)
     return store
+
+
+def limit_collectives(seconds: float, *, but_for: str) -> None:
+    """Have a collective fail after this time, in all process groups that there are, but for those
+    that are described so.
+    """
+    if dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            if group.group_desc != but_for:
+                _set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def share_on_node(value: T, store: dist.Store) -> T:

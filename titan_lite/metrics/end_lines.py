@@ -47,7 +47,7 @@ class RunEnd:
     skipped_steps: int
     saved_steps: Sequence[int]  # on disk
     reports: Sequence[CompileReport]  # of all pipeline ranks
-    replica_groups: int = 1  # of the model, if none is lost
+    replica_groups: int = 1  # if none is lost
     bad_documents: str = ""  # words on documents that were left out
     tensorboard: bool = False
     command: str = ""  # that goes on with a stopped run

@@ -21,7 +21,7 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
     step_time               seconds per step
     seconds_CAUSE           since the line before, not in step_time: of validation, saving, waiting,
                             recovery or undone steps, if there were any (goodput.py)
-    groups                  of the model that took part in the step, with fault_tolerance
+    copies                  replica groups that took part in the step, with fault_tolerance
     bad_documents           bad documents skipped since the data of the run began, with
                             data.on_bad_document = "skip"
     empty_documents         empty texts skipped since this start, if there were any

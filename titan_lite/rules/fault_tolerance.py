@@ -59,7 +59,7 @@ def a_lighthouse_has_an_address(config: Config) -> Iterator[Mistake]:
 
 
 @rule_of_keys
-def groups_have_no_groups(config: Config) -> Iterator[Mistake]:
+def groups_have_no_replicas(config: Config) -> Iterator[Mistake]:
     """Gradients are summed over groups that may be lost by torchft, over others by the mesh."""
     groups = config.fault_tolerance.replica_groups
     replicas = config.parallelism.data_parallel_replicate_degree
@@ -68,7 +68,7 @@ def groups_have_no_groups(config: Config) -> Iterator[Mistake]:
             key="parallelism.data_parallel_replicate_degree",
             value=replicas,
             why=(
-                f"makes replica groups that are lost together, within each of the {groups}"
+                f"makes replicas that are lost together, within each of the {groups}"
                 " groups of fault_tolerance.replica_groups"
             ),
             instead=f"1, and fault_tolerance.replica_groups = {groups * replicas}",

@@ -131,8 +131,8 @@ def global_batch(ranks, batch_size, size=STREAMS):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_copies_that_deal_batches_have_each_once_and_the_same_state(corpus, tokenizer, num_workers):
-    """Local batches 0 and 2 are of one copy of the model, 1 and 3 of another."""
+def test_groups_that_deal_batches_have_each_once_and_the_same_state(corpus, tokenizer, num_workers):
+    """Local batches 0 and 2 are of one replica group, 1 and 3 of another."""
     data = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=num_workers)
     (alone,) = loaders(data, tokenizer, batch_size=4)
     copies = [loaders(data, tokenizer, batch_size=4)[0] for _ in range(2)]

@@ -6,15 +6,18 @@ import os
 import tempfile
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.process_group import (
     all_equal,
     all_gather_objects,
     first_nonempty,
     gather_to_rank_0,
     is_communication_error,
+    limit_collectives,
     max_over_ranks,
     share_on_node,
     sum_over_ranks,
@@ -52,6 +55,25 @@ def test_a_rank_that_does_not_see_the_file_keeps_its_own(monkeypatch):
     dist.PrefixStore("node/0/0", store).set("file", "/absent/titan_lite-documents")
     assert share_on_node("own", store) == "own"
     assert dist.PrefixStore("node/0/0", store).check(["all have read it"])
+
+
+def limits_of_groups():
+    mesh = build_mesh(dict(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1), "cpu")
+    dist.new_group(backend="gloo", group_desc="saves")
+    limit_collectives(930, but_for="saves")
+    limits = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        options = group._get_backend(torch.device("cpu")).options
+        limits[group.group_desc] = options._timeout.total_seconds()
+    assert mesh.get_group("dp_shard").group_desc in limits
+    return limits
+
+
+def test_all_groups_but_that_of_saves_have_the_limit():
+    limits, _ = run_ranks(2, limits_of_groups)
+    assert limits.pop("saves") != 930
+    assert len(limits) > 1
+    assert set(limits.values()) == {930}
 
 
 def caused_by(cause):

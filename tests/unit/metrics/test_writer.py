@@ -399,8 +399,8 @@ def test_peak_memory_of_this_process_is_in_gib():
     assert after >= 0.25
 
 
-def test_lines_that_another_copy_was_to_write_are_written_once(tmp_path):
-    """Of a step that has a line of training and one of validation, the first copy wrote one; the
+def test_lines_that_another_group_was_to_write_are_written_once(tmp_path):
+    """Of a step that has a line of training and one of validation, the first group wrote one; the
     beginning of the other one is there.
     """
     first = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, steps_done=0)
@@ -409,8 +409,8 @@ def test_lines_that_another_copy_was_to_write_are_written_once(tmp_path):
         for step in (1, 2):
             writer.log(step, {**VALUES, "loss": float(step)})
     first.close()
-    other.lines[0]["seconds_waiting"] = 1.0  # which the first copy has not
-    other.write(2, {"seconds_saving": 1.0})  # of this copy alone
+    other.lines[0]["seconds_waiting"] = 1.0  # which the first group has not
+    other.write(2, {"seconds_saving": 1.0})  # of this group alone
     other.log(2, {"validation_loss": math.nan})
     with open(other.path, "a") as file:
         file.write('{"step": 2, "valid')

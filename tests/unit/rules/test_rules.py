@@ -484,7 +484,7 @@ GROUPS = "--fault_tolerance.replica_groups=2"
         ),
         (
             [GROUPS, "--parallelism.data_parallel_replicate_degree=2"],
-            "command line: parallelism.data_parallel_replicate_degree = 2 makes replica groups"
+            "command line: parallelism.data_parallel_replicate_degree = 2 makes replicas"
             " that are lost together, within each of the 2 groups of fault_tolerance.replica_groups; use 1,"
             " and fault_tolerance.replica_groups = 4",
         ),

@@ -77,7 +77,7 @@ def name_collectives(nodes: Iterable[Node]) -> dict[Node, str]:
 class _BucketItem:
     """The collectives of one parameter in one direction: its gather, or its reduction."""
 
-    nodes: tuple[Node, ...]  # a reduce-scatter may be followed by an all-reduce over copies
+    nodes: tuple[Node, ...]  # a reduce-scatter may be followed by an all-reduce over replicas
     computation: float  # seconds that read the weight, or make the gradient
     # seconds of collectives of the other direction that run during this computation
     other_transfers: float = 0.0

@@ -14,8 +14,8 @@ another one carries the parts of the results back. Meanwhile owners compute anot
     all-to-alls     to owners of bucket 0 | of bucket 1 | results of 0, of bucket 2 | ...
     owners                                | compute 0   | compute 1                 | ...
 
-An owner gets its matrix from its own copy of the model (dp_replicate), and sends the result to all
-copies. This is how Distributed Shampoo (arXiv 2309.06497, section 4) spreads its work.
+An owner gets its matrix from its own replica (dp_replicate), and sends the result to all replicas.
+This is how Distributed Shampoo (arXiv 2309.06497, section 4) spreads its work.
 """
 
 import itertools

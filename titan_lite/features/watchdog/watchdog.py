@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,7 +28,7 @@ from titan_lite import progress
 from titan_lite.checkpoint.manager import GROUP
 from titan_lite.config import Comm
 from titan_lite.distributed.param_collectives import started_last
-from titan_lite.distributed.process_group import first_line
+from titan_lite.distributed.process_group import first_line, limit_collectives
 from titan_lite.features.watchdog.hang_report import (
     RankRecord,
     collectives_by_group,
@@ -55,9 +54,6 @@ CHECK_INTERVAL = 0.25  # seconds between looks for progress
 CALL_INTERVAL = 1.0  # seconds between looks for a call of another rank
 NO_LIMIT = float("inf")
 A_DAY = 86400.0  # seconds
-
-# torch 2.14 made it public
-_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 class WatchForHangs(Hook):
@@ -108,10 +104,7 @@ class Watchdog(Listener):
             self.limit = NO_LIMIT
             return
         self.limit = getattr(self.comm, phase.limit_key)
-        if dist.is_initialized():
-            for group in dist.distributed_c10d._world.pg_map:
-                if group.group_desc != GROUP:
-                    _set_timeout(timedelta(seconds=self.limit + PATIENCE), group)
+        limit_collectives(self.limit + PATIENCE, but_for=GROUP)
         # at once: the thread that renews it may not run again
         self._end_if_interpreter_is_held()
 

@@ -297,7 +297,7 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 
 def as_one_world(config: Config, world_size: int) -> list[str]:
-    """Return the options that make groups that may be lost to groups of one world.
+    """Return the options that make groups that may be lost to replicas of one world.
 
     Each takes as many local batches of a step as the busiest one. world_size: ranks of all groups.
     Raises ConfigError if a group cannot run on its ranks.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from titan_lite.config import ConfigError
 from titan_lite.config.load import read_toml
+from titan_lite.config.nearest import RENAMED
 from titan_lite.metrics.run_files import FILE_OF_EXPERTS, read_events, read_rows
 
 MICROSECONDS = 1e3  # in a millisecond; the unit of a trace
@@ -115,14 +116,17 @@ def _with_resumes(
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Return {"section.key": value} of a run's config.toml; empty if there is none."""
+    """Return {"section.key": value} of a run's config.toml, with the names that keys have now;
+    empty if there is none.
+    """
     if not path.is_file():
         return {}
-    return {
+    values = {
         f"{section}.{key}": value
         for section, keys in read_toml(path).items()
         for key, value in keys.items()
     }
+    return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
 def _read_json(path: Path, default: T) -> T:

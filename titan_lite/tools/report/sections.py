@@ -40,8 +40,8 @@ EVENT_WORDS = {
     "resume": "resumed",
     "error": "failed",
     "killed": "rank killed",
-    "copy killed": "rank of a copy killed",
-    "copies": "copies changed",
+    "copy killed": "rank of a group killed",
+    "copies": "groups changed",
     "restart": "restarted",
     "undone": "step rolled back",
 }

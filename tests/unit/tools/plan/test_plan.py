@@ -125,7 +125,7 @@ def test_groups_that_may_be_lost_are_planned_as_one_world(capsys):
     options = ["debug_model", "--hardware", "h100"]
     assert main([*options, "--world-size", "2", *groups]) == 0
     first, _, rest = capsys.readouterr().out.partition("\n")
-    assert first.startswith("planned as one world of 4 ranks: the sum over 2 groups")
+    assert first.startswith("planned as one world of 4 ranks: the sum over 2 replica groups")
     planned_in = r"; planned in \d+ s\n$"
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     assert main([*options, "--world-size", "4", replicas]) == 0

@@ -719,3 +719,9 @@ def test_a_page_that_is_a_link_to_another_file_is_replaced(run, tmp_path):
     assert main([str(folder)]) == 0
     assert own.read_text() == "of the user"
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_recipe_of_an_earlier_version_has_the_names_that_keys_have_now(run):
+    folder = run()
+    (folder / "config.toml").write_text("[fault_tolerance]\ncopies = 2\n")
+    assert read_run(folder, "run").recipe == {"fault_tolerance.replica_groups": 2}
