@@ -4,6 +4,7 @@ change no number.
 
 import functools
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -196,19 +197,19 @@ def gradients_held_on_one_rank(layout):
         return gradient
 
     mesh = make_mesh(*LAYOUTS[layout][0])
-    stage = build(UNTIED, mesh)
-    expected = train(stage, mesh, 2)[0]
+    # to copy a DTensor of uneven shards, torch 2.11 gathers it
+    stage = build(replace(UNTIED, vocab_size=64), mesh)
+    expected, expected_calls = train(stage, mesh, 2)
     with mock.patch.object(PrefetchGatherer, "_reduce_to_shard", holding):
         found, calls = train(stage, mesh, 2)
     assert all(torch.equal(found[fqn], gradient) for fqn, gradient in expected.items())
-    return calls
+    assert calls == expected_calls
 
 
 @pytest.mark.parametrize("layout", ["HSDP", pytest.param("FSDP", marks=pytest.mark.slow)])
 def test_a_reference_to_a_gradient_on_one_rank_starts_no_sum_there(layout):
     replicate, shard = LAYOUTS[layout][0]
-    found = run_ranks(replicate * shard, gradients_held_on_one_rank, layout)
-    assert found == of_two_microbatches(layout)
+    run_ranks(replicate * shard, gradients_held_on_one_rank, layout)
 
 
 def ways(layout):

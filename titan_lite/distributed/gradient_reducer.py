@@ -12,8 +12,9 @@ A bucket starts when it has all its gradients, or at the end of backward. It is 
 gradient is used or when the next bucket of the same groups starts; in HSDP, its all-reduce then
 starts. Accumulating gradients over microbatches waits for neither. The order comes from the program
 alone, so it is the same on every rank: autograd copies a gradient that something else refers to,
-such as a thread that looks at the stack, and that copy waits for nothing either. Limit: a weight
-that is read twice (tied) has two gradients, whose sum waits for both.
+such as a thread that looks at the stack, and that copy waits for nothing either. Limits: a weight
+that is read twice (tied) has two gradients, whose sum waits for both; torch 2.11 gathers uneven
+shards to copy them.
 """
 
 from collections import defaultdict
