@@ -1,4 +1,4 @@
-"""A checksum of this rank's shard of a tensor, by which ranks compare copies without sending them.
+"""A checksum of this rank's shard of a tensor, by which ranks compare replicas that are not sent.
 
 checksum, is_finite = examine(tensor)
 """

@@ -1,4 +1,4 @@
-"""The phase of a run that this process is in, and that it gets on with it.
+"""The phase of a run that this process is in, and signs that it makes progress.
 
     progress.start_phase("start", "init_timeout_seconds")    # a key of [comm]: the limit of a wait
     progress.beat()                                          # something is done

@@ -327,7 +327,7 @@ def _lowered(degrees: Mapping[str, int], world_size: int) -> str:
     """Return the degree to lower, by as little as possible, so that their product divides the
     number of ranks, in words.
 
-    A degree becomes a divisor of itself: that divides the model, too. Groups may be any number.
+    A degree becomes a divisor of itself: that divides the model, too. Replicas may be any number.
     """
     product = math.prod(degree for degree in degrees.values() if degree != -1)
     fitting = [

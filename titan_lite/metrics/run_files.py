@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ENDINGS = {"done", "stop", "failed", "error", "killed"}  # events that end an attempt
 FILE_OF_EXPERTS = "experts.json"  # the shares of experts (features/moe/load.py)
@@ -48,8 +48,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
     A torn line is skipped.
     """
-    rows, _, _ = _rows_by_step(path)
-    return dict(sorted(rows.items()))
+    return dict(sorted(_read_history(path).rows.items()))
 
 
 def last_start(path: Path) -> int:
@@ -116,15 +115,21 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
 
     A row also has "tokens" and "hours" of training so far.
     """
-    rows, resumes, notes = _rows_by_step(path)
-    ordered = [rows[step] for step in sorted(rows)]
+    history = _read_history(path)
+    ordered = [history.rows[step] for step in sorted(history.rows)]
     _add_totals(ordered)
-    return ordered, resumes, notes
+    return ordered, history.resumes, history.notes
 
 
-def _rows_by_step(
-    path: Path,
-) -> tuple[dict[int, dict[str, float]], list[dict[str, Any]], list[str]]:
+class _History(NamedTuple):
+    """What metrics.jsonl tells of a run. A resume replaces the steps after it."""
+
+    rows: dict[int, dict[str, float]]  # the values of a step, by step
+    resumes: list[dict[str, Any]]  # an event each
+    notes: list[str]  # on lines that were skipped
+
+
+def _read_history(path: Path) -> _History:
     rows: dict[int, dict[str, float]] = {}
     resumes: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -136,7 +141,7 @@ def _rows_by_step(
             rows = {step: row for step, row in rows.items() if step <= entry["resumed_from"]}
         else:
             rows.setdefault(entry["step"], {}).update(entry)
-    return rows, resumes, notes
+    return _History(rows, resumes, notes)
 
 
 def _resume_event(resumed_from: int, rows: Mapping[int, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def a_lighthouse_has_an_address(config: Config) -> Iterator[Mistake]:
 
 @rule_of_keys
 def groups_have_no_replicas(config: Config) -> Iterator[Mistake]:
-    """Gradients are summed over groups that may be lost by torchft, over others by the mesh."""
+    """Gradients are summed over replica groups by torchft, and over replicas by the mesh."""
     groups = config.fault_tolerance.replica_groups
     replicas = config.parallelism.data_parallel_replicate_degree
     if groups > 1 and replicas != 1:

@@ -158,7 +158,7 @@ def above_zero(text: str) -> float:
 
 
 def number_of_tokens(text: str) -> float:
-    """Return an option's value as a number, which may end with M, B or T."""
+    """Return an option's value as a number, which may end with M, B or T (10^6, 10^9, 10^12)."""
     powers = {"M": 1e6, "B": 1e9, "T": 1e12}
     unit = text[-1:].upper()
     return above_zero(text[:-1]) * powers[unit] if unit in powers else above_zero(text)

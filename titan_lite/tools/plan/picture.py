@@ -159,7 +159,9 @@ def draw_graphs(
     axes: "Axes", timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]
 ) -> None:
     """Draw one graph after another over milliseconds, each with its caption, in COLORS."""
-    computation, hidden, exposed = COLORS.values()
+    computation = COLORS["computation"]
+    hidden = COLORS["communication under computation"]
+    exposed = COLORS["communication while nothing computes"]
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
     for (timeline, offset), caption in zip(with_offsets(timelines), captions, strict=True):
         for span in timeline.spans:

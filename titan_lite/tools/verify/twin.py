@@ -250,9 +250,10 @@ def _chunks_loss(config: Config) -> bool:
 def _with_modules_of_twin(config: Config) -> Config:
     """Return a recipe whose keys that select modules name those of the twin."""
     for key in KEYS_OF_MODULES:
-        table, _, name = key.partition(".")
+        table, name = key.split(".")
         section = getattr(config, table)
-        config = config.replace(**{table: section.replace(**{name: _fqns(getattr(section, name))})})
+        renamed = _fqns(getattr(section, name))
+        config = config.replace(**{table: section.replace(**{name: renamed})})
     return config
 
 
