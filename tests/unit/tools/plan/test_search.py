@@ -209,7 +209,7 @@ def test_a_search_finds_what_fits(capsys):
     )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 ranks; 16 sequences per step = 32,768 tokens (training.global_batch_size)"
-    assert "the fastest by formula first" in lines[1]
+    assert "of the others 3 are planned" in lines[1]
     assert "why the others lost" in lines
     assert lines[-1].startswith("best: --")
 
