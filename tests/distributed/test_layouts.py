@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 from packed_attention import packed_attention
+from pairs import all_pairs
 from parity import gathered_apart
 from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY, release_unless_first
 
@@ -76,99 +77,52 @@ LAYOUTS = [
     "tp=4",
     "cp=2",
     "cp=4",
+    "cp=2,tp=2",
+    "dp_shard=2",
     "dp_shard=2,tp=2",
     "dp_shard=2,cp=2",
+    "dp_replicate=2",
+    "dp_replicate=2,dp_shard=2",
     "dp_replicate=2,dp_shard=2,tp=2",
-    "cp=2,tp=2",
-]
-LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
-PIPELINES = [
     "pp=2",
-    "dp_shard=2,pp=2",
-    "pp=2,tp=2",
-    "pp=2,dp_shard=2,tp=2",
     "pp=4",
+    "pp=2,tp=2",
     "pp=2,cp=2",
+    "dp_shard=2,pp=2",
     "dp_replicate=2,pp=2",
+    "pp=2,dp_shard=2,tp=2",
 ]
+SCHEDULES = {"1F1B": NOTHING, "GPipe": GPIPE, "Interleaved": INTERLEAVED}
+SPLIT = {"ZBV": ZBV, "DualPipeV": DUAL, "InterleavedZeroBubble": INTERLEAVED_HALVES}
+VALUES = {  # what a release combines, beside layouts and families
+    "schedule": {"": NOTHING, **SCHEDULES, **SPLIT},
+    "recomputed": {"": NOTHING, "full": FULL, "selective": SELECTIVE, "2": SECOND, "op/2": HALF},
+    "communication": {"": NOTHING, "microbatch": EVERY_TIME, "kept": KEPT, "at once": AT_ONCE},
+    "mode": {"eager": NOTHING, "compiled": COMPILED},
+    "loss": {"whole": NOTHING, "in chunks": CHUNKED},
+    "documents": {"joined": NOTHING, "masked": MASKED},
+    "table": {"untied": NOTHING, "tied": TIED},
+}
+
+
+def is_possible(case):
+    schedule, layout = case.get("schedule"), case.get("layout")
+    if schedule is not None and layout is not None and bool(schedule) != ("pp" in layout):
+        return False
+    # the halves of an eager backward would each recompute a block, which is refused
+    eager_halves = schedule in SPLIT and case.get("mode") == "eager"
+    return not (eager_halves and case.get("recomputed"))
+
+
 RELEASE = [
-    ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
-    ("pp=2,tp=2", CHUNKED),
-    *((layout, CHUNKED) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_shard=2,pp=2")),
-    *(
-        (layout, [*COMPILED, *CHUNKED])
-        for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "cp=2,tp=2")
-    ),
-    *(("dp_shard=2,pp=2", [*name, *CHUNKED]) for name in (GPIPE, INTERLEAVED, ZBV)),
-    ("pp=2", [*ZBV, *EVERY_TIME, *CHUNKED]),
-    *(
-        (layout, MASKED)
-        for layout in ("tp=2", "dp_shard=2", "dp_shard=2,cp=2", "pp=2,cp=2", "dp_shard=2,pp=2")
-    ),
-    *((layout, [*MASKED, *COMPILED]) for layout in ("dp_shard=2", "cp=2,tp=2", "dp_shard=2,pp=2")),
-    ("pp=2", [*ZBV, *MASKED]),
-    ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
-    *((layout, options) for layout in LAYOUTS for options in (FULL, SELECTIVE, AT_ONCE)),
-    *(
-        (layout, [*COMPILED, *SELECTIVE])
-        for layout in ("tp=2", "cp=2", "dp_shard=2,tp=2", "cp=2,tp=2")
-    ),
-    *(
-        (layout, [*options, *HALF])
-        for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2")
-        for options in (COMPILED, EVERY_TIME)
-    ),
-    ("dp_shard=2,tp=2", [*COMPILED, *FULL]),
-    *((layout, name) for layout in PIPELINES for name in (GPIPE, INTERLEAVED, ZBV)),
-    *(
-        (layout, name)
-        for layout in ("dp_shard=2,pp=2", "pp=2,tp=2", "pp=4")
-        for name in (DUAL, INTERLEAVED_HALVES)
-    ),
-    *((layout, options) for layout in PIPELINES for options in (FULL, SELECTIVE, EVERY_TIME)),
-    *(
-        ("dp_shard=2,pp=2", [*name, *options])
-        for name in (GPIPE, INTERLEAVED)
-        for options in (SECOND, EVERY_TIME, KEPT)
-    ),
-    ("dp_shard=2,pp=2", KEPT),
-    ("dp_shard=2,pp=2", AT_ONCE),
-    *(
-        ("dp_shard=2,pp=2", [*name, *COMPILED, *recomputed])
-        for name in (NOTHING, GPIPE, INTERLEAVED, INTERLEAVED_HALVES, ZBV, DUAL)
-        for recomputed in (NOTHING, FULL, SELECTIVE)
-    ),
-    *(
-        ("dp_shard=2,pp=2", [*name, *options])
-        for name in (ZBV, DUAL, INTERLEAVED_HALVES)
-        for options in (EVERY_TIME, KEPT)
-    ),
-    *(
-        ("dp_shard=2,pp=2", [*ZBV, *COMPILED, *communication, *recomputed])
-        for communication in (EVERY_TIME, KEPT)
-        for recomputed in (NOTHING, FULL, SELECTIVE)
-    ),
-    *(
-        (layout, [*ZBV, *COMPILED, *options])
-        for layout in ("pp=2,tp=2", "pp=2,cp=2", "pp=4")
-        for options in (FULL, [*EVERY_TIME, *SELECTIVE])
-    ),
-    *(
-        ("dp_shard=2,pp=2", [*name, *KEPT, *recomputed])
-        for name in (NOTHING, GPIPE, INTERLEAVED)
-        for recomputed in (FULL, SELECTIVE)
-    ),
-    ("dp_shard=2,pp=2", [*KEPT, *FULL, *COMPILED]),
-    *((layout, [*TIED, *INTERLEAVED]) for layout in PIPELINES),
-    *(
-        ("dp_shard=2,pp=2", [*TIED, *name, *options])
-        for name in (GPIPE, INTERLEAVED, INTERLEAVED_HALVES, ZBV, DUAL)
-        for options in (EVERY_TIME, COMPILED)
-    ),
-    ("pp=2,tp=2", [*TIED, *COMPILED, *EVERY_TIME]),
-    ("dp_shard=2,pp=2", [*TIED, *KEPT]),
-    ("dp_shard=2,pp=2", [*TIED, *CHUNKED, *FULL]),
-    ("dp_shard=2,tp=2", TIED),
+    (
+        case["family"],
+        case["layout"],
+        [option for name, values in VALUES.items() for option in values[case[name]]],
+    )
+    for case in all_pairs(
+        {"layout": LAYOUTS, "family": [*OF_FAMILY], **VALUES}, is_possible=is_possible
+    )
 ]
 
 
@@ -197,16 +151,20 @@ def trained(config, layers=4, prepare=None):
     return compare(found, expected(layers, masked, shape.tied_embeddings, shape.family))
 
 
-def with_marks(family, case):
-    """A family has its own block: one slow row for each axis, and all of them for the first."""
-    slow = SLOW if family == FIRST_FAMILY else OF_EVERY_FAMILY
-    mark = pytest.mark.slow if case in slow else pytest.mark.release
-    return pytest.param(family, *case, marks=() if (family, *case) in DEFAULT else mark)
-
-
-ALL = [*SLOW, *RELEASE]
-ONCE = [case for number, case in enumerate(ALL) if case not in ALL[:number]]
-CASES = [with_marks(family, case) for case in ONCE for family in OF_FAMILY]
+# A family has its own block: one slow row for each axis, and all of them for the first.
+OF_ALL = [
+    *((FIRST_FAMILY, *case) for case in SLOW),
+    *(
+        (family, *case)
+        for family in OF_FAMILY
+        for case in OF_EVERY_FAMILY
+        if family != FIRST_FAMILY
+    ),
+]
+CASES = [
+    *(pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow) for case in OF_ALL),
+    *(pytest.param(*case, marks=pytest.mark.release) for case in RELEASE if case not in OF_ALL),
+]
 
 
 @pytest.mark.parametrize(("family", "layout", "options"), CASES)
@@ -217,8 +175,7 @@ def test_a_layout_is_the_run_of_one_process(family, layout, options):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("recomputed", [NOTHING, FULL, SELECTIVE])
-@pytest.mark.parametrize("name", [INTERLEAVED, DUAL], ids=["Interleaved1F1B", "DualPipeV"])
+@pytest.mark.parametrize(("name", "recomputed"), [(INTERLEAVED, FULL), (DUAL, SELECTIVE)])
 def test_a_pipeline_compiled_by_inductor_is_the_run_of_one_process(name, recomputed):
     config = twin_of("dp_shard=2,pp=2", [*name, *COMPILED, *recomputed])
     result = trained(config.replace(compile=config.compile.replace(backend="inductor")))
