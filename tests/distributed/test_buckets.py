@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
-from tiny import HEADS, OF_FAMILY, of_family, release_unless_first
+from tiny import HEADS
 
 from titan_lite.cost.profiles import load_machine
 
@@ -21,18 +21,18 @@ LAYOUTS = {
     "DDP-2": (2, 1, 1),
     "dp2tp2": (1, 2, 2),
 }
-IN_A_LAYER = {"llama3": 9, "qwen3": 11}  # parameters of a block
+IN_A_LAYER = 9  # parameters of a block
 BUCKETS = 5  # a bucket a layer, one for embedding and output each
 MODES = ("none", "block", "greedy", "auto")
 
 
-def train(mesh, family, **options):
+def train(mesh, **options):
     """(losses of three steps, this rank's parameters and last gradients, collectives of the last
     step)
     """
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels)
-    stage = build(of_family(family, CONFIG), mesh, **options)
+    stage = build(CONFIG, mesh, **options)
     optimizer = torch.optim.AdamW(stage.model.parameters(), lr=1e-2)
     losses = []
     for number in range(4):
@@ -54,13 +54,13 @@ def train(mesh, family, **options):
     )
 
 
-def compare(layout, backend, modes, checkpointing, reshard, param, family="llama3"):
+def compare(layout, backend, modes, checkpointing, reshard, param):
     """Return the results of `train` by mode, eager included, and [(graph, before, after, moved,
     copied)] of each compiled one.
     """
     mesh = make_mesh(*LAYOUTS[layout])
     options = dict(reshard=reshard, param=param, checkpointing=checkpointing)
-    found, reports = {"eager": train(mesh, family, **options)}, {}
+    found, reports = {"eager": train(mesh, **options)}, {}
     for mode in modes:
         reports[mode] = []
         compiled = dict(
@@ -69,7 +69,7 @@ def compare(layout, backend, modes, checkpointing, reshard, param, family="llama
             machine=load_machine("H100"),
             reports=reports[mode],
         )
-        found[mode] = train(mesh, family, **options, **compiled)
+        found[mode] = train(mesh, **options, **compiled)
     as_read = {
         mode: [
             (
@@ -110,14 +110,14 @@ CASES = [
 ]
 
 
+# families differ in the parameters of a block: the first one stands for them
 @pytest.mark.slow
-@pytest.mark.parametrize("family", release_unless_first())
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
-def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes, family):
+def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
     replicate, shard, tp = LAYOUTS[layout]
-    in_layers = IN_A_LAYER[family] * 3
+    in_layers = IN_A_LAYER * 3
     parameters = in_layers + 3
-    options = (checkpointing, reshard, param, family)
+    options = (checkpointing, reshard, param)
     for found, reports in run_ranks(
         replicate * shard * tp, compare, layout, "aot_eager", modes, *options
     ):
@@ -152,7 +152,6 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes, 
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize(
     ("layout", "checkpointing", "modes"),
     [
@@ -162,16 +161,16 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes, 
         ("dp2tp2", "memory_budget", ("none", "greedy")),
     ],
 )
-def test_inductor_runs_the_same_buckets(layout, checkpointing, modes, family):
+def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
     ranks = math.prod(LAYOUTS[layout])
     for found, reports in run_ranks(
-        ranks, compare, layout, "inductor", modes, checkpointing, True, torch.float32, family
+        ranks, compare, layout, "inductor", modes, checkpointing, True, torch.float32
     ):
         for mode in modes:
             assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
             # Adam divides by a gradient's size, however small: two thousandths of what four steps
             # move at most
-            parameters = IN_A_LAYER[family] * 3 + 3
+            parameters = IN_A_LAYER * 3 + 3
             for one, other in zip(
                 found[mode][1][:parameters], found["eager"][1][:parameters], strict=True
             ):

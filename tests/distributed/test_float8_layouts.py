@@ -14,7 +14,7 @@ import pytest
 import torch
 from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
-from tiny import of_family, slow_unless_first
+from tiny import FIRST_FAMILY, OF_FAMILY, of_family, slow_unless_first
 
 from titan_lite.config.families import ModelConfig
 from titan_lite.cost.profiles import PROFILES
@@ -85,13 +85,15 @@ def distance(found, expected):
     return abs(found[0] - expected[0]) / expected[0], max(float(each) for each in apart)
 
 
+SLOW = [
+    (FIRST_FAMILY, (1, 2, 2)),
+    *((family, (1, 2, 1)) for family in OF_FAMILY if family != FIRST_FAMILY),
+]
+RELEASE = [(FIRST_FAMILY, each) for each in [(1, 1, 2), (1, 3, 1), (2, 2, 1), (2, 1, 1)]]
 LAYOUTS = [
-    (1, 2, 1),
-    pytest.param((1, 2, 2), marks=pytest.mark.slow),
-    *(
-        pytest.param(each, marks=pytest.mark.release)
-        for each in [(1, 1, 2), (1, 3, 1), (2, 2, 1), (2, 1, 1)]
-    ),
+    (FIRST_FAMILY, (1, 2, 1)),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
+    *(pytest.param(*each, marks=pytest.mark.release) for each in RELEASE),
 ]
 
 
@@ -107,7 +109,7 @@ def expected(family):
     return run_ranks(1, with_fixed_and_real_scales, (1, 1, 1), cases[:2], cases)[0]
 
 
-@pytest.mark.parametrize("degrees", LAYOUTS)
+@pytest.mark.parametrize(("family", "degrees"), LAYOUTS, indirect=["family"])
 def test_a_layout_is_one_process(degrees, expected, family):
     fixed_scales, real_scales = expected
     cases = [(dict(float8=each), dict(family=family)) for each in ALL]
@@ -132,9 +134,13 @@ def test_float8_is_further_from_float32_than_from_one_process(expected):
     assert all(0.02 < distance(found, exact)[1] < 0.5 for found in rounded)
 
 
-QUICK = [((1, 2, 1), GATHERED, [{}, MODES[3]]), ((1, 1, 2), CAST, MODES[0:3:2])]
+QUICK = [
+    (family, *case)
+    for family in OF_FAMILY
+    for case in [((1, 2, 1), GATHERED, [{}, MODES[3]]), ((1, 1, 2), CAST, MODES[0:3:2])]
+]
 THOROUGH = [
-    (degrees, each, MODES if degrees[1] > 1 else MODES[:3])
+    (FIRST_FAMILY, degrees, each, MODES if degrees[1] > 1 else MODES[:3])
     for degrees in [(1, 2, 1), (1, 1, 2)]
     for each in ALL
 ]
@@ -142,10 +148,10 @@ THOROUGH = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degrees", "float8", "modes"),
+    ("family", "degrees", "float8", "modes"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.release) for case in THOROUGH)],
 )
-def test_compiled_is_eager_to_the_bit(degrees, float8, modes, family):
+def test_compiled_is_eager_to_the_bit(family, degrees, float8, modes):
     how = dict(family=family)
     cases = [(dict(float8=float8, param=torch.bfloat16, **mode), how) for mode in modes]
     if len(modes) > 2:

@@ -2,7 +2,6 @@
 communicated for them.
 """
 
-import functools
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -50,7 +49,6 @@ from titan_lite.models.transformer import Transformer
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}
 SLOW = pytest.mark.release
-PARAMS = [pytest.param(layout, marks=SLOW if layout != "FSDP-2" else ()) for layout in LAYOUTS]
 
 
 def build_fsdp2(config, mesh, param=torch.float32):
@@ -85,7 +83,7 @@ VARIANTS = {
 CONFIGS = {"untied": UNTIED, "tied": TIED}
 CASES = [("untied", variant) for variant in VARIANTS]
 CASES += [("tied", each) for each in ("eager, reshard", "eager, keep", "aot_eager, reshard")]
-# what test_buckets.py and test_layouts.py show, too
+# on other layouts than FSDP-2 shown by test_buckets.py and test_layouts.py alone
 THOROUGH = [case for case in CASES if "aot_eager" in case[1] and case[1] != "aot_eager, reshard"]
 QUICK = [case for case in CASES if case not in THOROUGH]
 
@@ -121,29 +119,42 @@ def own_rows(model, fqn, whole):
     return whole[offset[0] : offset[0] + rows.shape[0]]
 
 
-@functools.cache
-def compared(layout, thorough):
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("FSDP-2", QUICK),
+        pytest.param(("FSDP-2", THOROUGH), marks=SLOW),
+        *(pytest.param((layout, QUICK), marks=SLOW) for layout in LAYOUTS if layout != "FSDP-2"),
+    ],
+    ids=lambda param: f"{param[0]}, {'thorough' if param[1] is THOROUGH else 'quick'}",
+)
+def compared(request):
+    """A layout, cases, and what `compare` returns of them on each rank."""
+    layout, cases = request.param
     replicate, shard = LAYOUTS[layout]
-    return run_ranks(replicate * shard, compare, layout, THOROUGH if thorough else QUICK)
+    return layout, cases, run_ranks(replicate * shard, compare, layout, cases)
 
 
-PARAMETERS = [*QUICK, *(pytest.param(*case, marks=SLOW) for case in THOROUGH)]
+def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(compared):
+    _, cases, ranks = compared
+    exact = {model: one_process(config, *batch()) for model, config in CONFIGS.items()}
+    for found in ranks:
+        for model, variant in cases:
+            loss, grads, _ = found[model, variant]
+            for oracle_loss, oracle in (exact[model], found[model, "FSDP2"]):
+                assert loss == pytest.approx(oracle_loss, abs=1e-6), variant
+                assert_same(grads, oracle)
 
 
-@pytest.mark.parametrize("layout", PARAMS)
-@pytest.mark.parametrize(("model", "variant"), PARAMETERS)
-def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layout, model, variant):
-    one = one_process(CONFIGS[model], *batch())
-    for found in compared(layout, (model, variant) in THOROUGH):
-        loss, grads, _ = found[model, variant]
-        for oracle_loss, oracle in (one, found[model, "FSDP2"]):
-            assert loss == pytest.approx(oracle_loss, abs=1e-6)
-            assert_same(grads, oracle)
+def test_what_one_step_communicates(compared):
+    layout, cases, ranks = compared
+    for found in ranks:
+        for model, variant in cases:
+            expected = expected_collectives(layout, model, variant)
+            assert found[model, variant][2] == expected, variant
 
 
-@pytest.mark.parametrize("layout", PARAMS)
-@pytest.mark.parametrize(("model", "variant"), PARAMETERS)
-def test_what_one_step_communicates(layout, model, variant):
+def expected_collectives(layout, model, variant):
     """A parameter is gathered where it is read, again in backward where it was not kept, and
     reduced for every read. In eager mode it travels in its bucket.
     """
@@ -158,9 +169,7 @@ def test_what_one_step_communicates(layout, model, variant):
         )  # backward of the embedding, or of a loss in chunks, needs no weight
     replicate, shard = LAYOUTS[layout]
     expected = {"all_gather": gathered, "reduce_scatter": read} if shard > 1 else {}
-    expected |= {"all_reduce": read} if replicate > 1 else {}
-    for found in compared(layout, (model, variant) in THOROUGH):
-        assert found[model, variant][2] == expected
+    return expected | ({"all_reduce": read} if replicate > 1 else {})
 
 
 def accumulate(param, compiled):

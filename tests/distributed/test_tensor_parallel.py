@@ -3,7 +3,6 @@ gradient.
 """
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ VARIANTS = {
 }
 
 
-# slow for each family; the others for the first one. By default the first of all.
+# On every layout for the first family; test_layouts.py has the other ones on each.
 OF_EVERY_FAMILY = ("eager", "aot_eager", "step")
 REST = tuple(variant for variant in VARIANTS if variant not in OF_EVERY_FAMILY)
 
@@ -89,40 +88,38 @@ def of_two_microbatches(stage, mesh):
     return loss, gradients(stage)
 
 
-@functools.cache
-def compared(layout, family, variants):
-    replicate, shard, tp = LAYOUTS[layout]
-    return run_ranks(replicate * shard * tp, compare, layout, family, variants)
-
-
-def mark_of(layout, family, variant):
-    if family == FIRST_FAMILY and variant == "eager":
-        return {"dp2tp2": (), "ddp2tp2": pytest.mark.slow}.get(layout, pytest.mark.release)
-    is_slow = family == FIRST_FAMILY or variant in OF_EVERY_FAMILY
-    return pytest.mark.slow if is_slow and layout == "dp2tp2" else pytest.mark.release
-
-
-CASES = [
-    pytest.param(layout, family, variant, marks=mark_of(layout, family, variant))
-    for layout in LAYOUTS
-    for family in OF_FAMILY
-    for variant in (*OF_EVERY_FAMILY, *REST)
+SLOW = [
+    ("dp2tp2", FIRST_FAMILY, REST),
+    ("ddp2tp2", FIRST_FAMILY, OF_EVERY_FAMILY),
+    *(("dp2tp2", family, OF_EVERY_FAMILY) for family in OF_FAMILY if family != FIRST_FAMILY),
+]
+RELEASE = [
+    *((layout, FIRST_FAMILY, REST) for layout in LAYOUTS if layout != "dp2tp2"),
+    *((layout, FIRST_FAMILY, OF_EVERY_FAMILY) for layout in ("tp2", "tp4", "hsdp2x2tp2")),
 ]
 
 
-@pytest.mark.parametrize(("layout", "family", "variant"), CASES)
-def test_the_loss_and_every_gradient_are_those_of_one_process(layout, family, variant):
-    shape = of_family(family, TIED if "tied" in variant else HEADS)
-    loss, grads = one_process(shape, *batch())
-    together = OF_EVERY_FAMILY if variant in OF_EVERY_FAMILY else REST
-    for found_loss, found in (found[variant] for found in compared(layout, family, together)):
-        if "bfloat16" in variant:
-            assert found_loss == pytest.approx(loss, rel=2e-3)
-            for fqn, gradient in grads.items():
-                assert (found[fqn] - gradient).norm() < 0.03 * gradient.norm(), fqn
-        else:
-            assert found_loss == pytest.approx(loss, abs=1e-6)
-            assert_same(found, grads, atol=1e-7, rtol=1e-4)
+@pytest.mark.parametrize(
+    ("layout", "family", "variants"),
+    [
+        ("dp2tp2", FIRST_FAMILY, OF_EVERY_FAMILY),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.release) for case in RELEASE),
+    ],
+)
+def test_the_loss_and_every_gradient_are_those_of_one_process(layout, family, variants):
+    replicate, shard, tp = LAYOUTS[layout]
+    for ranks in run_ranks(replicate * shard * tp, compare, layout, family, variants):
+        for variant, (found_loss, found) in ranks.items():
+            shape = of_family(family, TIED if "tied" in variant else HEADS)
+            loss, grads = one_process(shape, *batch())
+            if "bfloat16" in variant:
+                assert found_loss == pytest.approx(loss, rel=2e-3)
+                for fqn, gradient in grads.items():
+                    assert (found[fqn] - gradient).norm() < 0.03 * gradient.norm(), fqn
+            else:
+                assert found_loss == pytest.approx(loss, abs=1e-6), variant
+                assert_same(found, grads, atol=1e-7, rtol=1e-4)
 
 
 class Shapes(TorchDispatchMode):
