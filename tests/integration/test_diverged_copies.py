@@ -40,15 +40,6 @@ def a_bit_of_a_norm(trainer):
     trainer.parameters["layers.1.ffn_norm.weight"].to_local().view(torch.int32)[-1] ^= 1
 
 
-def a_moment(trainer):
-    state = trainer.optimizer.state_of(trainer.parameters["output.weight"])
-    state["exp_avg_sq"].to_local()[0, 0] += 1e-12
-
-
-def a_counter(trainer):
-    trainer.optimizer.state_of(trainer.parameters["norm.weight"])["step"].sub_(1)
-
-
 def an_unused_row(trainer):
     trainer.parameters["tok_embeddings.weight"].to_local()[-1, 3] = math.nan
 
@@ -124,41 +115,12 @@ def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
     )
 
 
-@pytest.mark.release
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (noise, r"rank 1 and rank 3 have different copies of tok_embeddings.weight and \d+ others"),
-        (
-            a_moment,
-            r"rank 1 and rank 3 have different copies of output.weight and 1 other",
-        ),  # the weight follows
-        (
-            a_counter,
-            r"rank 1 and rank 3 have different copies of norm.weight; rank 3 and ranks 1-2 have"
-            r" different copies of norm.weight.step",
-        ),  # all four have the counter
-    ],
-)
-def test_of_sharded_copies_the_ranks_with_the_same_shard_are_named(fault, words, tmp_path):
-    line, _ = refused(4, tmp_path, [*OPTIONS, *PURE_DDP], fault, 3)
-    assert re.match(f"error: step 4: {words}", line)
-
-
-@pytest.mark.release
-def test_of_four_copies_of_a_norm_the_one_that_is_alone_is_named(tmp_path):
-    line, _ = refused(4, tmp_path, [*OPTIONS, *PURE_DDP, *TENSOR], a_bit_of_a_norm, 2)
-    assert line.startswith(
-        "error: step 4: rank 2 and ranks 0, 3 have different copies of layers.1.ffn_norm.weight"
-    )
-
-
 DEGREES = {
     "ddp": PURE_DDP,
     "tp": TENSOR,
     "hsdp": PURE_DDP,
-    "ddp-tp": [*PURE_DDP, *TENSOR],
-    "ddp-cp": [*PURE_DDP, "--parallelism.context_parallel_degree=2"],
+    "ddp-tp": [*PURE_DDP, *TENSOR, *AOT_EAGER],
+    "ddp-cp": [*PURE_DDP, "--parallelism.context_parallel_degree=2", *AOT_EAGER],
     "tp-cp": [*TENSOR, "--parallelism.context_parallel_degree=2"],
     "ddp-pp": [*PURE_DDP, "--parallelism.pipeline_parallel_degree=2"],
     "tp-zbv": [
@@ -170,24 +132,14 @@ DEGREES = {
 
 
 @pytest.mark.release
-@pytest.mark.parametrize(
-    ("layout", "way"),
-    # a schedule that cuts backward in two is not compiled
-    [
-        (layout, way)
-        for layout in DEGREES
-        for way in ("eager", "aot_eager")
-        if (layout, way) != ("tp-zbv", "aot_eager")
-    ],
-)
-def test_copies_are_equal_to_the_bit_on_every_layout(layout, way, tmp_path):
+@pytest.mark.parametrize("layout", DEGREES)
+def test_copies_are_equal_to_the_bit_on_every_layout(layout, tmp_path):
     ranks = 2 if layout in ("ddp", "tp") else 4
     options = [
         "--training.compare_replicas_freq=1",
         "--checkpoint.no-enable",
         "--training.global_batch_size=16",
     ]
-    options += AOT_EAGER if way == "aot_eager" else []
     assert (
         train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode
         == 0

@@ -242,16 +242,7 @@ def skipping_step_2(folder, options):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--optimizer.name=Muon", "--optimizer.ns_dtype=float32"],
-        ["--optimizer.name=Lion", "--optimizer.lr=1e-3"],
         ["--float8.enable"],
-        [
-            "--parallelism.data_parallel_replicate_degree=2",
-            "--parallelism.replicate_compression=powersgd",
-            "--parallelism.replicate_uncompressed_steps=2",
-        ],
-        ["--training.mixed_precision_param=bfloat16"],
-        [EP],
         [EP, "--optimizer.name=Muon", "--optimizer.ns_dtype=float32"],
         [EP, "--compile.enable", "--training.mixed_precision_param=bfloat16"],
         [
@@ -261,7 +252,6 @@ def skipping_step_2(folder, options):
             "--parallelism.replicate_compression=powersgd",
             "--parallelism.replicate_uncompressed_steps=2",
         ],
-        ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"],
     ],
     ids=lambda options: " ".join(option.partition("=")[2] or option for option in options[:2]),
 )

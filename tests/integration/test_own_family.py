@@ -112,17 +112,8 @@ READ_TWICE = (
         *(
             pytest.param(layout, options, marks=pytest.mark.release)
             for layout, options in (
-                ("dp_shard=2", []),
-                ("dp_shard=2,tp=2", ["--compile.enable"]),
-                ("dp_shard=2", ["--compile.enable", "--parallelism.fsdp_communication=microbatch"]),
+                ("dp_shard=2,tp=2", ["--parallelism.fsdp_communication=microbatch"]),
                 ("dp_shard=2", ["--compile.enable", "--float8.enable"]),
-                (
-                    "pp=2",
-                    [
-                        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-                        "--parallelism.fsdp_communication=microbatch",
-                    ],
-                ),
                 (
                     "pp=2",
                     ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--compile.enable"],
@@ -200,7 +191,6 @@ def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
 
 
 GATE = '    styles={"attention.gate": "columns"},\n'
-PARAMETER = "        self.gate = nn.Linear(config.dim, width, bias=False)\n"
 WRONG = {
     "no FAMILY": (
         ("FAMILY = Family(", "OTHER = Family("),
@@ -233,14 +223,6 @@ WRONG = {
     "a forward that fails": (
         ("torch.sigmoid(self.gate(x))", "torch.sigmoid(self.gates(x))"),
         " = 2 fails in line 38: AttributeError: 'GatedAttention' object has no attribute 'gates'",
-    ),
-    "a buffer": (
-        (PARAMETER, f'{PARAMETER}        self.register_buffer("scale", torch.ones(4))\n'),
-        "build_block's block has the buffer layers.0.attention.scale, which nothing fills or saves",
-    ),
-    "a frozen parameter": (
-        (PARAMETER, f"{PARAMETER}        self.gate.weight.requires_grad_(False)\n"),
-        "layers.0.attention.gate.weight is (128, 128) in float32, requires_grad = False",
     ),
     "no flavor": (
         ('flavors={"debug": ModelConfig(128, 4, 8, 4, 256, vocab_size=2048)}', "flavors={}"),
@@ -281,14 +263,6 @@ def test_what_a_file_lacks_is_told_before_anything_starts(name, tmp_path):
 
 def test_a_block_of_another_form_is_refused(tmp_path):
     text = GATED.read_text()
-    name = '        "attention.gate.weight": (config.n_heads * config.head_dim, config.dim),\n'
-    bias = name.replace("weight", "bias").replace(", config.dim)", ",)")
-    with_bias = text.replace(PARAMETER, PARAMETER.replace("False", "True"))
-    with_bias = with_bias.replace(name, name + bias)
-    assert (
-        "layers.0.attention.gate.bias is (128,); a parameter is a matrix, one for each of"
-        in mistake(tmp_path / "bias.py", with_bias)
-    )
     block = "    return TransformerBlock(config, GatedAttention(config))\n"
     pair = (
         "    class Pair(TransformerBlock):\n"

@@ -11,11 +11,9 @@ from resumed import copy_at_step_2, losses, same, trained
 from tiny import (
     DEBUG,
     DEBUG_TOKENIZER,
-    FIRST_FAMILY,
     NO_CHECKPOINT,
     NO_VALIDATION,
     NO_WORKERS,
-    OF_FAMILY,
     SMALL,
     steps,
 )
@@ -71,51 +69,52 @@ def parameters_of(folder, name, options):
     return {fqn: parameter.detach().full_tensor() for fqn, parameter in trainer.parameters.items()}
 
 
-def mark_of(name, family):
-    """The mark of a case: every optimizer runs for the first family, and one of them for all."""
-    if (name, family) == ("Muon", FIRST_FAMILY):
-        return ()
-    return pytest.mark.slow if name == "Muon" or family == FIRST_FAMILY else pytest.mark.release
-
-
-CASES = [
-    pytest.param((name, family), marks=mark_of(name, family))
-    for name in OPTIONS
-    for family in OF_FAMILY
-]
-
-
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def one_process(request, tmp_path_factory):
-    name, family = request.param
-    of_family = [f"--model.name={family}"]
-    folder = tmp_path_factory.mktemp("one")
-    (found,) = run_ranks(1, parameters_of, folder, name, of_family, init=False)
-    return name, of_family, found
-
-
 def degrees(**of):
     names = dict(pp="pipeline_parallel", dp="data_parallel_replicate", tp="tensor_parallel")
     return [f"--parallelism.{names[axis]}_degree={degree}" for axis, degree in of.items()]
 
 
+LAYOUTS = {
+    "FSDP": (2, []),
+    "FSDP of 4": (4, []),
+    "DDP": (2, degrees(dp=2)),
+    "HSDP": (4, degrees(dp=2)),
+    "FSDP x TP": (4, degrees(tp=2)),
+    "FSDP x PP": (4, degrees(pp=2)),
+}
+SLOW = [
+    ("Shampoo", "llama3", "FSDP"),
+    ("Muon", "qwen3", "FSDP"),
+    ("Muon", "qwen3_moe", "FSDP"),
+]
+RELEASE = [  # each layout with both optimizers, or with the harder one
+    ("Shampoo", "qwen3_moe", "FSDP of 4"),
+    ("Muon", "llama3", "DDP"),
+    ("Shampoo", "qwen3_moe", "DDP"),
+    ("Muon", "qwen3_moe", "HSDP"),
+    ("Shampoo", "llama3", "HSDP"),
+    ("Muon", "llama3", "FSDP x TP"),
+    ("Shampoo", "qwen3_moe", "FSDP x TP"),
+    ("Muon", "qwen3_moe", "FSDP x PP"),
+    ("Shampoo", "qwen3", "FSDP x PP"),
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("name", "family", "layout"),
     [
-        (2, []),
-        pytest.param(4, [], marks=pytest.mark.release),
-        pytest.param(2, degrees(dp=2), marks=pytest.mark.release),
-        pytest.param(4, degrees(dp=2), marks=pytest.mark.release),
-        pytest.param(4, degrees(tp=2), marks=pytest.mark.release),
-        pytest.param(4, degrees(pp=2), marks=pytest.mark.release),
+        ("Muon", "llama3", "FSDP"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.release) for case in RELEASE),
     ],
-    ids=["FSDP", "FSDP of 4", "DDP", "HSDP", "FSDP x TP", "FSDP x PP"],
 )
-def test_four_steps_on_a_layout_are_those_of_one_process(ranks, options, one_process, tmp_path):
-    name, of_family, expected = one_process
+def test_four_steps_on_a_layout_are_those_of_one_process(name, family, layout, tmp_path):
+    of_family = [f"--model.name={family}"]
+    (expected,) = run_ranks(1, parameters_of, tmp_path / "one", name, of_family, init=False)
+    ranks, options = LAYOUTS[layout]
     seen = set()
     options = [*of_family, *options]
-    for found in run_ranks(ranks, parameters_of, tmp_path, name, options, init=False):
+    for found in run_ranks(ranks, parameters_of, tmp_path / "ranks", name, options, init=False):
         seen |= found.keys()
         for fqn, parameter in found.items():
             torch.testing.assert_close(parameter, expected[fqn], atol=1e-5, rtol=0)

@@ -24,13 +24,14 @@ from titan_lite.rules import check
 from titan_lite.trainer import Trainer
 
 RECIPES = sorted(FOLDER.glob("*.toml"))
-MARKS = {
-    "debug_model": (),
-    # these have all that the others have, when they have the debug flavor, but the family
-    "llama3_405b": pytest.mark.slow,
-    "llama3_405b_float8": pytest.mark.slow,
-    "qwen3_32b": pytest.mark.slow,
-}
+TRAINED = [  # these have all that the others have, when they have the debug flavor
+    "debug_model",
+    pytest.param("llama3_405b", marks=pytest.mark.slow),
+    pytest.param("llama3_405b_float8", marks=pytest.mark.slow),
+    pytest.param("qwen3_32b", marks=pytest.mark.slow),
+    pytest.param("llama3_8b_128k", marks=pytest.mark.release),
+    pytest.param("qwen3_235b_a22b", marks=pytest.mark.release),
+]
 
 
 def test_there_is_a_recipe_for_every_flavor():
@@ -74,12 +75,9 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
     return trainer.layout.accumulation, losses
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, id=r.stem, marks=MARKS.get(r.stem, pytest.mark.release)) for r in RECIPES],
-)
+@pytest.mark.parametrize("recipe", TRAINED)
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
-    config = load_config(recipe)
+    config = load_config(FOLDER / f"{recipe}.toml")
     pp = min(2, config.parallelism.pipeline_parallel_degree)
     tp = min(2 // pp, config.parallelism.tensor_parallel_degree)
     small = dict(local_batch_size=2 * pp, seq_len=32, steps=2)  # DualPipeV needs 2 * pp

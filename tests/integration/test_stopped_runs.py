@@ -231,17 +231,6 @@ def test_a_signal_under_torchrun_alone_saves_the_step(to, code, alone, tmp_path)
     same(folder, alone)
 
 
-@pytest.mark.release
-def test_a_signal_without_checkpoints_says_that_nothing_is_saved(tmp_path):
-    fault = {"at": "step_start", "step": 2, "rank": 1, "signal": "SIGTERM"}
-    run = with_fault(tmp_path / "run", *NO_CHECKPOINT, fault=fault)
-    assert run.ended() == 75
-    assert (
-        "at step 2: checkpoint.enable = false, so nothing is saved; exiting (code 75)" in run.output
-    )
-    assert saved_steps(tmp_path / "run") == []
-
-
 def test_a_wrong_recipe_is_not_restarted(tmp_path):
     run = started(tmp_path / "run", "--model.flavor", "7B", MAX_RESTARTS=3)
     assert run.ended() == 2
