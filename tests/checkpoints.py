@@ -1,4 +1,4 @@
-"""Read what a checkpoint has: tensors = tensors_of(folder / "checkpoint/step-4")."""
+"""Read what a checkpoint has, and damage it: tensors = tensors_of(folder / "checkpoint/step-4")."""
 
 from pathlib import Path
 
@@ -17,3 +17,10 @@ def tensors_of(step: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(found, storage_reader=reader, no_dist=True)
     return found
+
+
+def flip(path: Path) -> None:
+    """Flip the lowest bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

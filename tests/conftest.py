@@ -180,6 +180,16 @@ def two_ranks(monkeypatch):
 
 
 @pytest.fixture
+def world_of_one():
+    """A process group of this process alone."""
+    import torch.distributed as dist  # a second, so only where it is asked for
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def served(monkeypatch):
     """A server at http:// for the test; served.py says what it has."""
     from fsspec.registry import _registry  # here, since few tests need it

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoints import flip
 from ranks import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,15 +36,10 @@ from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 MODES = ("disabled", "async", "async_with_pinned_mem")
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -334,12 +330,6 @@ def test_leftovers_of_a_run_that_was_killed_are_removed_at_start_and_at_a_save(t
 
 
 # What is loaded, and what is not
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 DAMAGES = {

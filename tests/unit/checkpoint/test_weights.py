@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
+from checkpoints import flip
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import OF_FAMILY, of_family
@@ -544,12 +545,6 @@ def test_a_hugging_face_folder_that_is_not_whole(folder, tmp_path, change, words
 )
 def test_a_step_that_is_not_whole(step, tmp_path, change, words):
     assert re.search(words, damaged(step, tmp_path, change))
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def rewrite(step, identity):

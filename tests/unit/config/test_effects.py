@@ -26,15 +26,14 @@ def other_value(field):
     return {int: 7, float: 0.25, str: "other", tuple: ("other",)}[kind]
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_has_one_effect_and_depends_on_a_value_that_another_key_can_have(key):
-    marks = KEYS[key].metadata
-    effects = [mark for mark in marks if isinstance(mark, Effect)]
-    conditions = [mark for mark in marks if isinstance(mark, OnlyWith)]
-    assert len(conditions) <= len(effects) <= 1
-    for condition in conditions:
-        other = KEYS[condition.key].annotation
-        assert condition.value in (choices_of(other) or [True, False])
+def test_a_key_has_one_effect_and_depends_on_a_value_that_another_key_can_have():
+    for key, field in KEYS.items():
+        effects = [mark for mark in field.metadata if isinstance(mark, Effect)]
+        conditions = [mark for mark in field.metadata if isinstance(mark, OnlyWith)]
+        assert len(conditions) <= len(effects) <= 1, key
+        for condition in conditions:
+            other = KEYS[condition.key].annotation
+            assert condition.value in (choices_of(other) or [True, False]), key
 
 
 def test_a_key_has_its_effect_if_either_recipe_has_the_value_that_it_needs():

@@ -21,13 +21,14 @@ SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 DEBUG = str(ROOT / "train_configs/debug_model.toml")
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_key_is_described(key):
+def test_every_key_is_described():
     text = help_text()
-    assert re.search(rf"--{re.escape(key)}(, --[\w.]+no-\w+)? \(default ", text)
-    description = " ".join(KEYS[key].description.split())
-    assert description.endswith(".")
-    assert description in " ".join(text.split())  # wrapped
+    unwrapped = " ".join(text.split())
+    for key, field in KEYS.items():
+        assert re.search(rf"--{re.escape(key)}(, --[\w.]+no-\w+)? \(default ", text)
+        description = " ".join(field.description.split())
+        assert description.endswith("."), key
+        assert description in unwrapped, key
     assert max(map(len, text.splitlines())) <= 130
 
 
@@ -134,8 +135,6 @@ def test_any_text_and_an_origin_with_a_line_break_are_printed_on_their_line(tmp_
 
 DECIDED_BY_FILES_AND_RANKS = [
     ("4", ["--parallelism.pipeline_parallel_degree=3"], "does not divide 4 ranks"),
-    ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
-    ("4", ["--training.global_batch_size=6"], "is not a multiple"),
     ("4", ["--model.tokenizer_path=/nowhere/tokenizer.model"], "/nowhere/tokenizer.model"),
     ("4", ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"], 'data.path = "/nowhere/*'),
     ("0", [], "--world-size 0: use"),

@@ -2,19 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from titan_lite.features.moe.capacity import ExpertCapacity
 
 
-@pytest.fixture
-def _alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("needed", "exceeded"), [(0.0, False), (0.9, False), (1.0, False), (1.2, True), (2.0, True)]
 )
