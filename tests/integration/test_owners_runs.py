@@ -88,13 +88,13 @@ SLOW = [
     ("Muon", "qwen3_moe", "FSDP"),
 ]
 RELEASE = [  # each layout with both optimizers, or with the harder one
-    ("Shampoo", "qwen3_moe", "FSDP of 4"),
+    ("Shampoo", "qwen3", "FSDP of 4"),
     ("Muon", "llama3", "DDP"),
-    ("Shampoo", "qwen3_moe", "DDP"),
+    ("Shampoo", "qwen3", "DDP"),
     ("Muon", "qwen3_moe", "HSDP"),
     ("Shampoo", "llama3", "HSDP"),
     ("Muon", "llama3", "FSDP x TP"),
-    ("Shampoo", "qwen3_moe", "FSDP x TP"),
+    ("Shampoo", "qwen3", "FSDP x TP"),
     ("Muon", "qwen3_moe", "FSDP x PP"),
     ("Shampoo", "qwen3", "FSDP x PP"),
 ]
