@@ -5,7 +5,7 @@ model and AdamW in fp32.
     python scripts/benchmark_checkpoint.py --flavor debug --layers 6 --folder /dev/shm
 
 Two processes (--world-size) hold shards on CPU, or on a GPU each where there are enough, and
-"train": matrix products, between which they ask after the save as the trainer does. Modes save in
+"train": matmuls, between which they ask after the save as the trainer does. Modes save in
 turn, --saves times, into --folder, which the page cache is in front of; every file is synced. The
 table has medians of
 

@@ -7,7 +7,7 @@ small models in several layouts.
 
 Each layout is a world of fresh processes that build the trainer of the debug recipe and run its
 steps, over gloo with one thread each. In turn with the steps, the same processes measure what this
-machine reaches meanwhile: large products, attention, memory, links. From these numbers and the
+machine reaches meanwhile: large matmuls, attention, memory, links. From these numbers and the
 recipe alone the step is then planned; nothing is fitted to a step.
 
     seconds    of a step: planned from the medians of what the rounds measured; measured, the median
@@ -129,7 +129,7 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> Spee
     """Measure what the slowest rank reaches, in about 10 x `seconds`. A collective."""
     slowest = torch.tensor(
         [
-            product_flops(shapes, device, seconds),
+            matmul_flops(shapes, device, seconds),
             attention_flops(shapes, device, seconds),
             memory_bandwidth(shapes, device, seconds),
             -operator_seconds(shapes.dtype, device, seconds / 5),  # the largest counts
@@ -156,8 +156,8 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> Spee
     )
 
 
-def product_flops(shapes: Shapes, device: torch.device, seconds: float) -> float:
-    """Measure the FLOP/s of a feed-forward's product, forward and backward."""
+def matmul_flops(shapes: Shapes, device: torch.device, seconds: float) -> float:
+    """Measure the FLOP/s of a feed-forward's matmul, forward and backward."""
     dim = shapes.model.dim
     x = random_tensor(shapes, device, shapes.all_tokens, dim)
     weight = random_tensor(shapes, device, shapes.hidden, dim)
@@ -186,7 +186,7 @@ def attention_flops(shapes: Shapes, device: torch.device, seconds: float) -> flo
         torch.autograd.grad(attended, (q, k, v), upstream)
 
     taken = seconds_of(attend, device, seconds)
-    # Two products forward, five backward, each half (causal).
+    # Two matmuls forward, five backward, each half (causal).
     return 7 * 2 * q.numel() * shapes.tokens / 2 / taken
 
 

@@ -1,4 +1,4 @@
-"""Compare the loss of a small debug model with products in float32, bfloat16 and float8.
+"""Compare the loss of a small debug model with matmuls in float32, bfloat16 and float8.
 
     python scripts/compare_precision.py      # 300 steps of 8 sequences of 64 tokens, 3 seeds
     python scripts/compare_precision.py --whole --ways float32 bfloat16 float8 --steps 600   # hours
@@ -25,7 +25,7 @@ from titan_lite.trainer import Trainer
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 HALF = "--training.mixed_precision_param=bfloat16"
 EIGHT = "--float8.enable"
-WAYS = {  # products: what the recipe has beside COMMON
+WAYS = {  # matmuls: what the recipe has beside COMMON
     "float32": [],
     "bfloat16": [HALF],
     "float8, tensorwise": [HALF, EIGHT, "--float8.all_gather"],
@@ -86,13 +86,13 @@ def main() -> None:
         "--ways",
         nargs="+",
         default=[""],
-        help="only those with products whose name begins with one of these",
+        help="only those with matmuls whose name begins with one of these",
     )
     parser.add_argument("--whole", action="store_true", help="the debug recipe's own model")
     parser.add_argument("--sequences", type=int, default=8, help="of a step")
     chosen = parser.parse_args()
     seeds = range(chosen.seeds)
-    print(f"| products | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
+    print(f"| matmuls | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
     print(f"|---|{'--:|' * (len(seeds) + 2)}", flush=True)
     first = 0.0
     for way, overrides in WAYS.items():

@@ -272,7 +272,7 @@ def kept_by_theirs(plan: Plan) -> float:
     the embedding gathered (torch 2.13, _fsdp_collectives.py). In a pipeline, each stage keeps the
     input of its last reduction until the next step (torch 2.6, _fsdp_param_group.py and
     pipelining/stage.py). Selective checkpointing in eager mode keeps the result of each block's
-    last product without need.
+    last matmul without need.
     """
     config = plan.layout.config
     layout = plan.layout

@@ -50,7 +50,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import passes_of
 from titan_lite.distributed.pipeline_schedule import backwards_of
-from titan_lite.features.async_tp.fused_products import FUSED_PRODUCTS
+from titan_lite.features.async_tp.fused_matmuls import FUSED_MATMULS
 from titan_lite.graph import aten
 from titan_lite.tools.plan.trace import (
     PlannedLayout,
@@ -62,7 +62,7 @@ from titan_lite.tools.plan.trace import (
 )
 
 CUDA = torch.device("cuda", 0)
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
+MATMULS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     type="cuda",
@@ -104,7 +104,7 @@ class Lowered:
     """The code of a graph."""
 
     calls: list[Segment | tuple[str, str]]  # a collective: ("start" or "wait", operator)
-    marked: int  # collectives that Inductor is to fuse with products
+    marked: int  # collectives that Inductor is to fuse with matmuls
 
     @property
     def segments(self) -> list[Segment]:
@@ -243,8 +243,8 @@ def lower_segment(captured: _Captured) -> Segment:
     return Segment(source, _kernels(graph))
 
 
-def _is_product(node: Node) -> bool:
-    return node.target in PRODUCTS or str(node.target) in FUSED_PRODUCTS
+def _is_matmul(node: Node) -> bool:
+    return node.target in MATMULS or str(node.target) in FUSED_MATMULS
 
 
 def _is_attention(node: Node) -> bool:
@@ -323,7 +323,7 @@ def _kernels(graph: GraphLowering) -> dict[str, list[str]]:
     for kernel in graph.operations:
         if isinstance(kernel, ir.ExternKernel):
             for node in kernel.get_origins():
-                if _is_product(node) or _is_attention(node):
+                if _is_matmul(node) or _is_attention(node):
                     found[kernel.get_name()].append(node.name)
     return dict(found)
 

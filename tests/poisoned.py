@@ -1,13 +1,13 @@
-"""Grouped products as kernels may leave them: NaN in the rows of no group."""
+"""Grouped GEMMs as kernels may leave them: NaN in the rows of no group."""
 
 
-def poisoned(product):
+def poisoned(matmul):
     """Return F.grouped_mm, or what stands for it, with NaN in the rows past the last end."""
 
-    def product_with_nan(a, b, offs):
-        found = product(a, b, offs=offs)
-        if b.ndim == 3:  # a product of rows, and not one of weights
+    def matmul_with_nan(a, b, offs):
+        found = matmul(a, b, offs=offs)
+        if b.ndim == 3:  # a matmul of rows, and not one of weights
             found[offs[-1] :] = float("nan")
         return found
 
-    return product_with_nan
+    return matmul_with_nan

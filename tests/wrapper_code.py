@@ -1,7 +1,7 @@
 """Inductor's wrapper code, read without running it: what it launches, and what it allocates.
 
     replay = Replay(source, kernels)
-    replay.launches     # [("triton", "triton_poi_fused_add_3"), ("product", "mm"), ...]
+    replay.launches     # [("triton", "triton_poi_fused_add_3"), ("matmul", "mm"), ...]
     replay.allocated    # bytes of each buffer
 
 The statements of `call` are followed one by one. A statement that is not understood is an error.
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-PRODUCTS = ("mm", "bmm", "addmm")
+MATMULS = ("mm", "bmm", "addmm")
 # What neither launches a kernel nor makes a buffer.
 SILENT = (
     "assert_size_stride",
@@ -86,14 +86,14 @@ class Replay:
                 for node in ast.walk(out)
                 if isinstance(node, ast.Name) and node.id in self.buffers
             )
-            kind = "product" if method in PRODUCTS else method
+            kind = "matmul" if method in MATMULS else method
             self.launches.append((kind, self._kernel(name)))
         elif function.startswith("torch.ops.") or function.partition("[")[0] in self.buffers:
             # or a method: buf3[...].view(...).sum(...)
             words = {
                 "scaled_dot_product": "attention",
                 "flash_attention": "attention",
-                "matmul": "product",
+                "matmul": "matmul",
             }
             kind = next((kind for word, kind in words.items() if word in function), "operator")
             self.launches.append((kind, self._kernel(result)))

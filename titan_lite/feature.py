@@ -60,7 +60,7 @@ class Kept:
 
 
 class LowPrecision(NamedTuple):
-    """Products of blocks with fewer bits than those of training.mixed_precision_param."""
+    """Matmuls of blocks with fewer bits than those of training.mixed_precision_param."""
 
     name: str  # such as "float8"
     scales: str  # which numbers share one, in a word
@@ -80,9 +80,9 @@ class OwnedWork(Protocol):
         ...
 
     def flops(self, shape: Shape, eigendecomposition: float = ...) -> float:
-        """Return the time of a step in operations of products, averaged over steps.
+        """Return the time of a step in operations of matmuls, averaged over steps.
 
-        eigendecomposition: the operations of products, divided by n^3, in the time of one.
+        eigendecomposition: the operations of matmuls, divided by n^3, in the time of one.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Expert parallelism on every layout is the run of one process: losses, gradients, choices.
 
-Products leave NaN in the rows that are of no expert, so a result that reads one is found. What
+Matmuls leave NaN in the rows that are of no expert, so a result that reads one is found. What
 passes do to its collectives is seen in the compile report.
 """
 
@@ -100,7 +100,7 @@ class HasItsExperts(Hook):
 
 
 def poison(trainer):
-    """Grouped products leave NaN in the rows past the last end, as kernels may."""
+    """Grouped GEMMs leave NaN in the rows past the last end, as kernels may."""
     F.grouped_mm = poisoned(F.grouped_mm)
     trainer.hooks.append(HasItsExperts())
 

@@ -1,4 +1,4 @@
-"""Float8 products and gathers on every layout: the loss and gradients of one process, and half the
+"""Float8 matmuls and gathers on every layout: the loss and gradients of one process, and half the
 bytes.
 
 A scale depends on all numbers that share it, so other ranks round activations and gradients

@@ -278,7 +278,7 @@ def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
 
 def count_chunks(trainer):
     """Fail unless the four collectives of each block are cut in forward, and some in backward,
-    whose products hide others. Half of them in float8, where some take less time whole.
+    whose matmuls hide others. Half of them in float8, where some take less time whole.
     """
     cut = chunking.cut_into_chunks
     least = iter([8, 2] if trainer.config.float8.enable else [16, 4])

@@ -365,7 +365,7 @@ def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(
 
 
 def order_of_compiled():
-    """The products and collectives of a step of two microbatches, in the order they start."""
+    """The matmuls and collectives of a step of two microbatches, in the order they start."""
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
@@ -376,7 +376,7 @@ def order_of_compiled():
             stage.gathered_for_step(len(mine)),
         ):
             step(stage, mesh, mine, (labels != -100).sum(), gradient=False)
-    kinds = {"aten::mm": "product", "_c10d_functional::reduce_scatter_tensor": "reduction"}
+    kinds = {"aten::mm": "matmul", "_c10d_functional::reduce_scatter_tensor": "reduction"}
     kinds |= {
         each.name: "gather"
         for each in profiler.events()
@@ -387,17 +387,17 @@ def order_of_compiled():
 
 
 @pytest.mark.slow
-def test_a_compiled_model_gathers_and_reduces_between_its_products():
+def test_a_compiled_model_gathers_and_reduces_between_its_matmuls():
     for order in run_ranks(2, order_of_compiled):
         assert order.count("gather") == order.count("reduction") == BUCKETS
-        products = [number for number, kind in enumerate(order) if kind == "product"]
+        matmuls = [number for number, kind in enumerate(order) if kind == "matmul"]
         # embedding, the first layer, and the next one in flight
-        assert order[: products[0]].count("gather") <= 3
-        assert order[products[-1] :].count("reduction") <= 2  # the first layer, and the embedding
+        assert order[: matmuls[0]].count("gather") <= 3
+        assert order[matmuls[-1] :].count("reduction") <= 2  # the first layer, and the embedding
         first_reduction = order.index("reduction")
         last_gather = max(number for number, kind in enumerate(order) if kind == "gather")
         # in the first microbatch, and in the last one
-        assert last_gather < products[len(products) // 2] < first_reduction
+        assert last_gather < matmuls[len(matmuls) // 2] < first_reduction
 
 
 def storages_of_weights(stage):

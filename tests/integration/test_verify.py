@@ -233,7 +233,7 @@ def test_a_twin_computes_its_loss_in_chunks_if_its_recipe_does(recipe, layout, c
     assert reference(small).training.loss_chunk_tokens == -1
 
 
-def test_a_microbatch_of_a_twin_has_the_tokens_that_products_in_float8_need():
+def test_a_microbatch_of_a_twin_has_the_tokens_that_matmuls_in_float8_need():
     config = load_config(RECIPES / "llama3_405b_float8.toml")
     small = twin(config, parse_layout("pp=4,cp=4"), steps=1)
     size = small.parallelism.pipeline_parallel_microbatch_size

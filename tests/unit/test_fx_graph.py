@@ -77,7 +77,7 @@ def a_parameter_beside_an_activation(graph):
     return [weight]
 
 
-def product_of_inputs(graph):
+def matmul_of_inputs(graph):
     gather(graph, call(graph, aten.mm.default, graph.placeholder("x"), graph.placeholder("weight")))
     return []
 
@@ -100,7 +100,7 @@ def activation_of_the_first_layer(graph):
         other_collectives,
         deep_computation,
         a_parameter_beside_an_activation,
-        product_of_inputs,
+        matmul_of_inputs,
         activation_of_the_first_layer,
     ],
 )

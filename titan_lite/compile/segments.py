@@ -134,7 +134,7 @@ def is_outside(node: Node) -> bool:
 
 
 def is_fused(node: Node) -> bool:
-    """Return True for a collective that Inductor fuses with products, and for its wait."""
+    """Return True for a collective that Inductor fuses with matmuls, and for its wait."""
     if node.target is collectives.wait_tensor.default:
         node = start_of(node)
     return "fused_with" in node.meta

@@ -24,7 +24,7 @@ class Algorithm:
     keys: tuple[str, ...]
     # names of the float32 tensors that it keeps of a parameter, with its shape and shards
     moments: tuple[str, ...]
-    # bytes that an update of plain operations reads and writes for each element, beside products of
+    # bytes that an update of plain operations reads and writes for each element, beside matmuls of
     # matrices; 0: it is one kernel, which reads and writes everything once
     update_bytes: float = 0.0
     is_elementwise: bool = True  # else it is for matrices within blocks, and AdamW has the others

@@ -184,9 +184,9 @@ class Training(Section):
     """Gradient reduction and accumulation, its traffic."""
 
     float32_matmul_precision: Rounding[Literal["highest", "high", "medium"]] = "highest"
-    """Argument of torch.set_float32_matmul_precision, for matrix products of float32 tensors: high
+    """Argument of torch.set_float32_matmul_precision, for matmuls of float32 tensors: high
     lets GPUs compute them in TF32, about eight times as fast, with 10 bits of mantissa; no effect
-    on products in bfloat16."""
+    on matmuls in bfloat16."""
 
     loss_chunk_tokens: Rounding[int] = Field(0, ge=-1, le=2**24)
     """Tokens of a microbatch that a rank projects to the vocabulary at a time, with their part of
@@ -271,7 +271,7 @@ class Parallelism(Section):
     """Ranks that a replica is sharded over (FSDP); -1: all remaining ranks."""
 
     tensor_parallel_degree: int = Field(1, ge=1)
-    """Ranks that each matrix product is split over."""
+    """Ranks that each matmul is split over."""
 
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that each sequence is split over."""
@@ -336,8 +336,8 @@ class ActivationCheckpoint(Section):
     memory_budget."""
 
     selective_ac_option: str = "op"
-    """With mode = selective: "op" keeps matrix products and attention of every block and recomputes
-    the rest, which is cheap; "op/2" also recomputes every second matrix product, like TorchTitan; a
+    """With mode = selective: "op" keeps matmuls and attention of every block and recomputes
+    the rest, which is cheap; "op/2" also recomputes every second matmul, like TorchTitan; a
     number such as 2 recomputes every second block."""
 
     memory_budget: float = Field(0.5, ge=0, le=1)
@@ -360,7 +360,7 @@ class Compile(Section):
     """Compile each of components as one graph."""
 
     components: Rounding[tuple[Literal["model", "loss"], ...]] = ("model", "loss")
-    """Compiled parts: model, whose graph has the loss; loss alone, with the product by the
+    """Compiled parts: model, whose graph has the loss; loss alone, with the matmul by the
     vocabulary, for which Inductor avoids float32 copies of the logits."""
 
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"

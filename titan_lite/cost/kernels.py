@@ -1,13 +1,13 @@
-"""Estimate how GPU kernels use the device: matrix products, attention, the clock.
+"""Estimate how GPU kernels use the device: matmuls, attention, the clock.
 
-    product_seconds(1, 16384, 14336, 4096, speed=0.84 * 989e12, multiprocessors=132)    # 2.5e-3
+    matmul_seconds(1, 16384, 14336, 4096, speed=0.84 * 989e12, multiprocessors=132)    # 2.5e-3
     attention_share(8192)                                                               # 0.94
     ATTENTION["H100"]["FA2"]                                                            # 0.31
 
-A product is cut into tiles, and a wave of tiles runs at once, one on each multiprocessor; the last
-wave may be partly empty. The constants are fitted to products on an H100 in openxla/xla
+A matmul is cut into tiles, and a wave of tiles runs at once, one on each multiprocessor; the last
+wave may be partly empty. The constants are fitted to matmuls on an H100 in openxla/xla
 (xla/service/gpu/model/matmul_interpolator_data.h, sizes 256 to 4096).
-tests/unit/cost/test_kernels.py has the products of the fit, and others that it has not seen.
+tests/unit/cost/test_kernels.py has the matmuls of the fit, and others that it has not seen.
 """
 
 import math
@@ -23,13 +23,13 @@ TILES = {
     (64, 64): 0.61,
 }
 TILE_OVERHEAD = 1.5e-6  # seconds of a wave: fill the pipeline, write the result
-LAUNCH = 1.0e-6  # seconds of a product beyond the launch of any kernel
+LAUNCH = 1.0e-6  # seconds of a matmul beyond the launch of any kernel
 SPLITS = (1, 2, 4, 8)  # of the inner dimension
 SPLIT_LENGTH = 256  # least length of a part of the inner dimension
-# Bytes per second at which the parts of a split product are added, in the L2 cache.
+# Bytes per second at which the parts of a split matmul are added, in the L2 cache.
 SUM_BANDWIDTH = 2.5e12
 SUM_LAUNCH = 1.5e-6  # seconds of adding them besides
-# Time of a float8 product that sums in float32, relative to one with fast accumulation: 1.1 to 1.2
+# Time of a float8 matmul that sums in float32, relative to one with fast accumulation: 1.1 to 1.2
 # (pytorch/ao issue 2377).
 SLOW_ACCUMULATION = 1.15
 
@@ -58,16 +58,16 @@ ATTENTION = {
 # 1310), which has few whole tiles there.
 HALF_SPEED_KEYS = 500
 IDLE_POWER = 100.0  # watts of a GPU whose multiprocessors do nothing
-# The clock grows with the power above IDLE_POWER, to this exponent. Three published products on an
+# The clock grows with the power above IDLE_POWER, to this exponent. Three published matmuls on an
 # H100 at 500 W (pytorch/FBGEMM pull request 2546), relative to the plan at 700 W, give 0.74, 0.84
 # and 0.96 in bfloat16, and 0.80, 0.94 and 0.81 in float8.
 CLOCK_EXPONENT = 0.84
 
 
-def product_seconds(
+def matmul_seconds(
     batch: int, m: int, n: int, k: int, *, speed: float, multiprocessors: int
 ) -> float:
-    """Return the seconds of a batch of (m, k) x (k, n) products, without the launch of a kernel.
+    """Return the seconds of a batch of (m, k) x (k, n) matmuls, without the launch of a kernel.
 
     speed: FLOP/s of the device with full waves of the largest tile.
     """
@@ -98,7 +98,7 @@ def clock_share(limit: float, nominal: float, exponent: float = CLOCK_EXPONENT) 
 
     Dynamic power grows with frequency times voltage squared. Voltage follows the frequency at high
     clocks, which gives a cube root (exponent 1/3), and stays at its minimum at low clocks, which
-    gives a straight line (1). The default is the median of an H100's products. Two other pairs have
+    gives a straight line (1). The default is the median of an H100's matmuls. Two other pairs have
     exponents near 0.46 and 0.9: H100 PCIe beside SXM, at 350 and 700 W, per multiprocessor
     (stas00/ml-engineering); GB300 at 500 and 1400 W, 617 and 1600 to 2174 TFLOP/s
     (facebookexperimental/triton pull request 2023).

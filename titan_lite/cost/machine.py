@@ -1,7 +1,7 @@
 """Describe a machine: its datasheet, its links, and the seconds of memory traffic and collectives.
 
     machine = load_machine("H100")                              # profiles.py
-    machine.flops(torch.bfloat16)                               # peak FLOP/s of matrix products
+    machine.flops(torch.bfloat16)                               # peak FLOP/s of matmuls
     machine.collective("all_gather", nbytes=2**30, ranks=range(128))    # seconds
 
 The seconds of a graph's node on a machine are in op_cost.py. The passes that schedule collectives,
@@ -82,7 +82,7 @@ class Machine:
     host: NumberOrZero = 0.0
     # Microseconds of overhead per collective.
     collective_launch: Number = 14.0
-    # Of a GPU, which cuts matrix products into tiles (kernels.py); 0: none.
+    # Of a GPU, which cuts matmuls into tiles (kernels.py); 0: none.
     multiprocessors: Annotated[int, Field(strict=True, ge=0)] = 0
     # Bandwidth of all-reduces in the switch of a node, relative to a ring's; 0: no such switch.
     nvls: NumberOrZero = 0.0
@@ -91,7 +91,7 @@ class Machine:
     power: Annotated[NumberOrZero, AfterValidator(_is_above_idle)] = 0.0
     # Of the clock over the power above that of an idle GPU (clock_share).
     clock_exponent: Annotated[float, Field(strict=True, ge=1 / 3, le=1)] = CLOCK_EXPONENT
-    matmul_efficiency: Share = 0.7  # share of the peak that large matrix products reach
+    matmul_efficiency: Share = 0.7  # share of the peak that large matmuls reach
     attention_efficiency: Share = 0.4  # share of the peak
     memory_efficiency: Share = 0.85  # share of the bandwidth
     link_efficiency: Share = 0.8  # share of the bandwidth
@@ -106,7 +106,7 @@ class Machine:
         return self.name.startswith("CPU")
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Return the peak FLOP/s of matrix products. An unknown dtype is as fast as float32."""
+        """Return the peak FLOP/s of matmuls. An unknown dtype is as fast as float32."""
         name = str(dtype).removeprefix("torch.")
         name = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}.get(name, name)
         peak = self.tflops.get(name, self.tflops["float32"]) * 1e12

@@ -22,7 +22,7 @@ from titan_lite.environment import usable_cores
 SMALL = 2**12
 LARGE = 2**21
 COPIED = 2**24  # bytes, more than the caches of a core
-PRODUCT_SIZE = 1024  # rows and columns of the measured matrix product
+MATMUL_SIZE = 1024  # rows and columns of the measured matmul
 
 
 class CollectiveTimes(NamedTuple):
@@ -40,7 +40,7 @@ class RingSpeed(NamedTuple):
 def peak_flops(
     configured: Machine | None, device: torch.device, dtype: torch.dtype
 ) -> float | None:
-    """Return the peak FLOP/s of dense matrix products of one device, by its datasheet, else by the
+    """Return the peak FLOP/s of dense matmuls of one device, by its datasheet, else by the
     recipe's machine, or None.
 
     A CPU's peak is not measured, since other work on it would change the result.
@@ -112,10 +112,10 @@ def _copy_bandwidth(device: torch.device) -> float:
 
 
 def _cpu_flops(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest of several matrix products, with this process's threads."""
-    a, b = torch.randn(2, PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype)
+    """Return the FLOP/s of the fastest of several matmuls, with this process's threads."""
+    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
     cpu = torch.device("cpu")
-    return 2 * PRODUCT_SIZE**3 / seconds_of(lambda: a @ b, cpu, for_seconds=0.2, reduce=min)
+    return 2 * MATMUL_SIZE**3 / seconds_of(lambda: a @ b, cpu, for_seconds=0.2, reduce=min)
 
 
 def fit_ring(gather: CollectiveTimes) -> RingSpeed:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 # Multiprocessors that a collective takes: blocks of an all-gather on H100
 # (forums.developer.nvidia.com topic 337991), channels on A100 (NVIDIA/nccl-tests issue 100). A
-# product of 132 tiles needs two waves on the rest: published are 80 and 47% of the peak (that
+# matmul of 132 tiles needs two waves on the rest: published are 80 and 47% of the peak (that
 # topic). Computation beside a collective was 18.9% slower on average (arXiv 2507.03114): on 108 of
 # 132 it is 22% slower.
 CHANNELS = 24

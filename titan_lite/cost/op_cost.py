@@ -2,10 +2,10 @@
 
     node_seconds(node, machine)                     # of a computation, or of a collective
     node_seconds(node, machine, fused=False)        # of an operator that is a kernel of its own
-    flops_of(node)                                  # (of matrix products, of attention)
+    flops_of(node)                                  # (of matmuls, of attention)
 
 A computation follows the roofline model: the longer of arithmetic and memory traffic counts, at
-the efficiencies that large matrix products and FlashAttention reach (kernels.py).
+the efficiencies that large matmuls and FlashAttention reach (kernels.py).
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Node
 
-from titan_lite.cost.kernels import SLOW_ACCUMULATION, attention_share, product_seconds
+from titan_lite.cost.kernels import SLOW_ACCUMULATION, attention_share, matmul_seconds
 from titan_lite.cost.machine import GB, MICROSECOND, Machine
 from titan_lite.graph import (
     KINDS,
@@ -33,10 +33,10 @@ from titan_lite.graph import (
     nbytes_of,
     ranks_of,
 )
-from titan_lite.models.experts import GROUPED_PRODUCT, GROUPED_PRODUCT_OF_WEIGHTS
+from titan_lite.models.experts import GROUPED_GEMM, GROUPED_GEMM_OF_WEIGHTS
 
-# Products of groups of rows (models/experts.py): in forward and of rows; of weights
-GROUPED = frozenset({GROUPED_PRODUCT, GROUPED_PRODUCT_OF_WEIGHTS})
+# Matmuls of groups of rows (models/experts.py): in forward and of rows; of weights
+GROUPED = frozenset({GROUPED_GEMM, GROUPED_GEMM_OF_WEIGHTS})
 
 
 def node_seconds(node: Node, machine: Machine, fused: bool = True) -> float:
@@ -68,7 +68,7 @@ def _computation_seconds(node: Node, machine: Machine, fused: bool) -> float:
 
 
 def _matmul_seconds(node: Node, flops: float, machine: Machine) -> float:
-    """Return the seconds of a product's arithmetic alone: no memory traffic, no launch."""
+    """Return the seconds of a matmul's arithmetic alone: no memory traffic, no launch."""
     if node.target in GROUPED:
         return _grouped_seconds(node, flops, machine)
     a, b = (factor.meta["val"] for factor in _factors(node))
@@ -80,14 +80,14 @@ def _matmul_seconds(node: Node, flops: float, machine: Machine) -> float:
     *batch, m, k = a.shape
     n = b.shape[-1]
     parts = node.meta.get("parts", 1)  # Inductor computes each rank's tokens by themselves
-    return parts * product_seconds(
+    return parts * matmul_seconds(
         math.prod(batch), m // parts, n, k, speed=speed, multiprocessors=machine.multiprocessors
     )
 
 
 def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
     """Return the seconds of a grouped GEMM's arithmetic, with equally loaded experts: a batch of
-    products, each of an expert's rows. Its tiles begin anew with each expert.
+    matmuls, each of an expert's rows. Its tiles begin anew with each expert.
     """
     a, b, ends = (cast(Any, argument).meta["val"] for argument in node.args[:3])
     speed = machine.flops(a.dtype) * machine.matmul_efficiency
@@ -96,10 +96,10 @@ def _grouped_seconds(node: Node, flops: float, machine: Machine) -> float:
     experts = ends.shape[0]
     rows = math.ceil(expected_rows(node) / experts)
     n = b.shape[-1]
-    is_of_weights = node.target is GROUPED_PRODUCT_OF_WEIGHTS  # it sums over an expert's rows
+    is_of_weights = node.target is GROUPED_GEMM_OF_WEIGHTS  # it sums over an expert's rows
     m = a.shape[1] if is_of_weights else rows
     k = rows if is_of_weights else a.shape[1]
-    return product_seconds(experts, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
+    return matmul_seconds(experts, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
 
 
 def expected_rows(node: Node) -> int:
@@ -114,7 +114,7 @@ def _bytes_of_groups(node: Node) -> int:
     """Return the bytes that a grouped GEMM reads and writes, without rows in no group."""
     a, b = cast(Any, node.args[:2])
     share = expected_rows(node) / a.meta["val"].shape[0]
-    if node.target is GROUPED_PRODUCT_OF_WEIGHTS:
+    if node.target is GROUPED_GEMM_OF_WEIGHTS:
         of_rows = nbytes_of(a) + nbytes_of(b)
         of_experts = nbytes_of(node)
     else:
@@ -132,28 +132,28 @@ def _attention_seconds(node: Node, flops: float, machine: Machine) -> float:
 
 def _collective_seconds(node: Node, machine: Machine, fused: bool) -> float:
     ranks = ranks_of(node)
-    products = node.meta.get("fused_with")
-    if products is not None and machine.multiprocessors and machine.nodes(ranks) == 1:
-        return _fused_collective_seconds(node, products, machine, fused)
+    matmuls = node.meta.get("fused_with")
+    if matmuls is not None and machine.multiprocessors and machine.nodes(ranks) == 1:
+        return _fused_collective_seconds(node, matmuls, machine, fused)
     return machine.collective(kind_of(node), collective_bytes(node), ranks)
 
 
 def _fused_collective_seconds(
-    node: Node, products: Sequence[Node], machine: Machine, fused: bool
+    node: Node, matmuls: Sequence[Node], machine: Machine, fused: bool
 ) -> float:
-    """Return the seconds of a collective that the products which Inductor fuses with it do not
+    """Return the seconds of a collective that the matmuls which Inductor fuses with it do not
     hide.
 
     Each rank computes its own part while the next one travels, by copy engines, which leave all
-    multiprocessors to the products. Before the first one, a rank copies its shard to where others
-    read it; after a product, it sums the parts. Ranks of a node meet at both ends
+    multiprocessors to the matmuls. Before the first one, a rank copies its shard to where others
+    read it; after a matmul, it sums the parts. Ranks of a node meet at both ends
     (torch.distributed._symmetric_memory). Copies that put tokens first are not counted.
     """
     nbytes = collective_bytes(node)
     ranks = len(ranks_of(node))
     bandwidth = machine.intra_node.bandwidth * machine.link_efficiency * GB
     of_part = machine.launch * MICROSECOND + nbytes / ranks / bandwidth
-    hiding = sum(node_seconds(product, machine, fused) for product in products) / ranks
+    hiding = sum(node_seconds(matmul, machine, fused) for matmul in matmuls) / ranks
     exposed = (ranks - 1) * max(0.0, of_part - hiding)
     copied = 2 * nbytes / ranks if is_all_gather(node) else nbytes + nbytes / ranks
     meetings = 2 * machine.collective_launch * MICROSECOND
@@ -161,9 +161,9 @@ def _fused_collective_seconds(
 
 
 def flops_of(node: Node) -> tuple[float, float]:
-    """Return floating-point operations (of matrix products, of attention), both 0 for other nodes.
+    """Return floating-point operations (of matmuls, of attention), both 0 for other nodes.
 
-    Attention has two products forward and five backward. Causal attention computes half of each; if
+    Attention has two matmuls forward and five backward. Causal attention computes half of each; if
     there are fewer queries than keys, they are the last tokens (distributed/context_parallel.py).
     The operator of models/attention.py is causal, and a sequence counts as one document, since
     the ends of documents are known only in a run.
@@ -180,11 +180,11 @@ def flops_of(node: Node) -> tuple[float, float]:
     if "scaled_dot_product" not in name and "flash_attention" not in name:
         return 0.0, 0.0
     attention = _attention_of(node)
-    products = 5 if "backward" in name else 2
+    matmuls = 5 if "backward" in name else 2
     attended = 1.0  # share of the keys
     if attention.causal:
         attended = 1 - 0.5 * min(1.0, attention.queries / attention.keys)
-    return 0.0, products * 2.0 * math.prod(attention.query_shape) * attention.keys * attended
+    return 0.0, matmuls * 2.0 * math.prod(attention.query_shape) * attention.keys * attended
 
 
 class _Attention(NamedTuple):
@@ -207,7 +207,7 @@ def _attention_of(node: Node) -> _Attention:
 
 
 def _factors(node: Node) -> Sequence[Node]:
-    """Return the two factors of a matrix product."""
+    """Return the two factors of a matmul."""
     arguments = cast(Any, node.args)
     return arguments[:2] if node.target is aten._scaled_mm.default else arguments[-2:]
 

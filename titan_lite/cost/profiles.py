@@ -55,8 +55,8 @@ PEAKS_GB200 = {"bfloat16": 2500.0, "float32": 80.0, "float8_e4m3fn": 5000.0}
 PEAKS_MI300X = {"bfloat16": 1307.4, "float32": 163.4, "float8_e4m3fn": 2614.9}
 PEAKS_MI355X = {"bfloat16": 2516.6, "float32": 157.3, "float8_e4m3fn": 5033.2}
 
-# The efficiency of products is that of full waves of tiles. It is fitted for H100 (kernels.py). For
-# the others the best product is as fast as in "Maximum Achievable Matmul FLOPS"
+# The efficiency of matmuls is that of full waves of tiles. It is fitted for H100 (kernels.py). For
+# the others the best matmul is as fast as in "Maximum Achievable Matmul FLOPS"
 # (stas00/ml-engineering, compute/accelerator/README.md). Attention on B300 and GB200 is assumed to
 # reach the share of the peak that it reaches on B200; on MI325X and MI355X, that on MI300X.
 B200 = Machine(

@@ -29,21 +29,21 @@ from torch.utils.checkpoint import (
 
 from titan_lite.collectives import collectives, tracing
 from titan_lite.models.attention import OPERATOR as ATTENTION_WITHIN_DOCUMENTS
-from titan_lite.models.experts import CHOICE, GROUPED_PRODUCT, routers_of
+from titan_lite.models.experts import CHOICE, GROUPED_GEMM, routers_of
 
 if TYPE_CHECKING:  # with Inductor, a second to import
     from titan_lite.compile.joint import CheckpointRule
 
 aten = torch.ops.aten
 
-# Operators with results that are expensive to recompute: matrix products, all kernels of
+# Operators with results that are expensive to recompute: matmuls, all kernels of
 # F.scaled_dot_product_attention and ours, and of tensor and expert parallelism reduce-scatters and
 # all-reduces, of one number (a scale of tokens). All-gathers of tokens, keys and values have large
 # results: they run again.
-PRODUCTS = frozenset({aten.mm.default, aten._scaled_mm.default, GROUPED_PRODUCT})
+MATMULS = frozenset({aten.mm.default, aten._scaled_mm.default, GROUPED_GEMM})
 EXPENSIVE = frozenset(
     {
-        *PRODUCTS,
+        *MATMULS,
         collectives.reduce_scatter_tensor.default,
         collectives.all_reduce.default,
         aten._scaled_dot_product_flash_attention.default,
@@ -62,20 +62,20 @@ def apply_activation_checkpoint(
 
     mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see
     compile/compile.py.
-    option: "op": keep results of EXPENSIVE operators; "op/2": the same, but of matrix products only
+    option: "op": keep results of EXPENSIVE operators; "op/2": the same, but of matmuls only
     the first, third, ... of a block; "2": every second block (0, 2, ...) as in "full", the others
     as in "none".
     compiled: the partitioner drops what backward does not need. In eager mode, results of a block's
-    last product are not kept.
+    last matmul are not kept.
 
     A block draws no random numbers, which recomputation would draw again (features/own_family/).
     """
     for name, block in blocks.items():
-        products = sum(parameter.ndim > 1 for parameter in block.parameters())
+        matmuls = sum(parameter.ndim > 1 for parameter in block.parameters())
         kept = Kept(
             expensive=mode == "selective" and option in ("op", "op/2"),
             every_second=option == "op/2",
-            last_product=0 if compiled else products,
+            last_matmul=0 if compiled else matmuls,
             choices=bool(routers_of(block)),
         )
         block.__dict__["_kept"] = kept if recomputes(int(name), mode, option) else None
@@ -131,11 +131,11 @@ class Kept:
     """The results that a forward of a block keeps for backward, beside the block's input."""
 
     expensive: bool  # those of EXPENSIVE operators; False: none
-    # of matrix products only the first, third, ..., as TorchTitan does (arXiv 2410.06511)
+    # of matmuls only the first, third, ..., as TorchTitan does (arXiv 2410.06511)
     every_second: bool = False
-    # The product, counted from 1, at which recomputation ends: results from there on are not kept.
-    # 0: no such product.
-    last_product: int = 0
+    # The matmul, counted from 1, at which recomputation ends: results from there on are not kept.
+    # 0: no such matmul.
+    last_matmul: int = 0
     choices: bool = False  # of experts, in any case: recomputation must not route again
 
     def new_rule(self) -> "CheckpointRule":
@@ -163,16 +163,16 @@ class KeepExpensive:
 
     def __init__(self, kept: Kept):
         self.kept = kept
-        self.products = 0  # so far
+        self.matmuls = 0  # so far
 
     def __call__(self, operator: OpOverload) -> CheckpointPolicy:
         if operator is CHOICE:
             return CheckpointPolicy.MUST_SAVE
-        is_product = operator in PRODUCTS
-        if is_product:
-            self.products += 1
-        is_skipped = self.products == self.kept.last_product
-        if self.kept.every_second and is_product and self.products % 2 == 0:
+        is_matmul = operator in MATMULS
+        if is_matmul:
+            self.matmuls += 1
+        is_skipped = self.matmuls == self.kept.last_matmul
+        if self.kept.every_second and is_matmul and self.matmuls % 2 == 0:
             is_skipped = True
         if operator in EXPENSIVE and not is_skipped:
             return CheckpointPolicy.MUST_SAVE

@@ -56,7 +56,7 @@ class PrefetchGatherer:
 
     Resharding: autograd saves no gathered weight that is resharded; backward gathers it again. A
     weight is recognised by the address of its storage, because autograd saves views of it (the
-    transpose in a matrix product). The entry is valid while the weight is alive: later, an
+    transpose in a matmul). The entry is valid while the weight is alive: later, an
     activation may have its address.
 
     A weight that is not resharded is kept for backward by autograd, or, for a block that activation

@@ -58,7 +58,7 @@ class Style:
     vocabulary: bool = False  # look up this rank's rows of an embedding table
 
 
-# of the product x @ weight.T
+# of the matmul x @ weight.T
 COLUMN = Style(weight=0)
 ROW = Style(weight=1, scatters=True)
 STYLES: dict[str, Style] = {

@@ -119,7 +119,7 @@ def model_line(config: Config, layout: Layout) -> str:
     training = config.training
     if training.float32_matmul_precision != "highest":
         precision = training.float32_matmul_precision
-        ways.append(f"float32 products in {precision} precision (TF32 on GPUs)")
+        ways.append(f"float32 matmuls in {precision} precision (TF32 on GPUs)")
     dtype = getattr(torch, training.mixed_precision_param)
     if training.attention_kernel != "auto" and fits_flash(dtype, layout.model.head_dim):
         ways.append(f"attention by {training.attention_kernel} (training.attention_kernel)")

@@ -14,8 +14,8 @@ that has it between blocks. Of equal probabilities the expert with the lower num
 every device.
 
 A rank may have some of the experts alone (distributed/expert_parallel.py). Then rows between the
-last end and the last row are of no expert: what products leave there is undefined, and nothing
-reads it. The last row is spare. Products are zero there, and choices of other ranks' experts read
+last end and the last row are of no expert: what matmuls leave there is undefined, and nothing
+reads it. The last row is spare. Results are zero there, and choices of other ranks' experts read
 it, so that sums over K and gradients are right without a mask.
 
 Two buffers of a router last from step to step, and are in checkpoints: `expert_bias`, which is
@@ -25,7 +25,7 @@ features/moe/balance.py updates the one that experts.balance reads, from what `c
 gives to the Load of the router.
 
 Dimensions: as in models/transformer.py; E experts, e of a rank, K of a token, F their hidden units,
-N tokens, R rows; I and O, the inner and the outer size of a product.
+N tokens, R rows; I and O, the inner and the outer size of a matmul.
 """
 
 import math
@@ -164,8 +164,8 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
 
 
-GROUPED_PRODUCT = torch.ops.titan_lite.grouped_mm.default
-GROUPED_PRODUCT_OF_WEIGHTS = torch.ops.titan_lite.grouped_mm_of_weights.default
+GROUPED_GEMM = torch.ops.titan_lite.grouped_mm.default
+GROUPED_GEMM_OF_WEIGHTS = torch.ops.titan_lite.grouped_mm_of_weights.default
 CHOICE = torch.ops.titan_lite.choose_experts.default
 
 
@@ -357,7 +357,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
         """x: (N, C). weights, choices: (N, K)."""
         rows = self.rows_of(choices)
-        # for prices, of nodes in backward too: products of an expert's rows have no fixed size
+        # for prices, of nodes in backward too: matmuls of an expert's rows have no fixed size
         with annotate({"balanced_rows": self.balanced_rows(choices)}):
             input = _Moved.apply(x, rows, _to_rows, _to_tokens)
             gate = _GroupedLinear.apply(input, self.w1, rows)

@@ -141,7 +141,7 @@ def chunked_cross_entropy(
     weight: this rank's entries of the projection, (v, C). labels: (B, T).
 
     Gradients are computed along with the loss, before its own gradient is known, and are multiplied
-    by it in backward: computing the logits again would cost a fourth product besides forward's one
+    by it in backward: computing the logits again would cost a fourth matmul besides forward's one
     and backward's two, and a compiler would find it alike to the first and keep all logits. It
     costs a gradient of `weight` that is kept from forward to backward, and a second rounding of
     gradients in bfloat16. The gradient of `weight` is summed over chunks in float32.
@@ -212,7 +212,7 @@ def _compute_chunks(
             # of the logits, p - 1 at the label; it is masked where it has become narrow
             one_hot = inside.unsqueeze(-1).float()
             logits_grad = log_p.exp_().scatter_add_(-1, own, -one_hot).to(weight.dtype)
-            del log_p  # before the products: its bytes are those of the logits
+            del log_p  # before the matmuls: its bytes are those of the logits
             mask = counted.unsqueeze(-1)
             hidden_grads.append(logits_grad @ weight * mask)
             product = logits_grad.T @ (x * mask)
@@ -243,7 +243,7 @@ def _add(total: Tensor, product: Tensor) -> Tensor:
     return _added(total, product) if torch.compiler.is_compiling() else total.add_(product)
 
 
-# A compiler would fuse plain sums of all chunks into one kernel, and keep the products of all until
+# A compiler would fuse plain sums of all chunks into one kernel, and keep the matmuls of all until
 # then.
 @torch.library.custom_op("titan_lite::added", mutates_args=())
 def _added(total: Tensor, product: Tensor) -> Tensor:

@@ -259,7 +259,7 @@ def check_block(
 
 @dataclasses.dataclass(frozen=True)
 class BlockWeights:
-    """The elements in the weights of matrix products of a block."""
+    """The elements in the weights of matmuls of a block."""
 
     dense: int  # of matrices that every token is multiplied by
     experts: int  # of all experts
@@ -291,7 +291,7 @@ def active_parameters(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
     """Return the operations of forward and backward for one token, without recomputation.
 
-    6 for each weight of a matrix product (the output projection, tied or not, but not the embedding
+    6 for each weight of a matmul (the output projection, tied or not, but not the embedding
     look-up; of experts those that a token chooses), and 6 H D T per layer for causal attention with
     H heads of D numbers: a token attends to T / 2 others on average. full_attention: 12 H D T, as
     if every token attended to all T; PaLM (arXiv 2204.02311, appendix B) and torchtitan count so.
@@ -305,7 +305,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool =
 
 def sizes_without_a_kernel(shape: ModelConfig, dtype: str) -> list[tuple[str, int, int]]:
     """Return (name, size, multiple) of the sizes of experts that are no multiple of what grouped
-    products in this dtype need; [] of a dense model.
+    matmuls in this dtype need; [] of a dense model.
     """
     if not shape.n_experts:
         return []

@@ -165,7 +165,7 @@ def a_token_has_no_more_experts_than_there_are(config: Config) -> Iterator[Mista
 
 
 @rule_of_keys
-def products_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
+def matmuls_of_experts_have_a_kernel(config: Config) -> Iterator[Mistake]:
     dtype = config.training.mixed_precision_param
     for name, size, multiple in sizes_without_a_kernel(shape_of(config.model), dtype):
         yield Mistake(

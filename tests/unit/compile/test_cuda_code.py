@@ -89,11 +89,11 @@ def test_kernels_of_three_blocks_and_of_one():
     before writing it down.
     """
     whole = {
-        "forward": {"triton": 71, "product": 22, "attention": 3, "start": 5, "wait": 5},
-        "inference": {"triton": 70, "product": 22, "attention": 3, "start": 5, "wait": 5},
+        "forward": {"triton": 71, "matmul": 22, "attention": 3, "start": 5, "wait": 5},
+        "inference": {"triton": 70, "matmul": 22, "attention": 3, "start": 5, "wait": 5},
         "backward": {
             "triton": 112,
-            "product": 44,
+            "matmul": 44,
             "attention": 3,
             "start": 8,
             "wait": 8,
@@ -101,11 +101,11 @@ def test_kernels_of_three_blocks_and_of_one():
         },
     }
     one = {  # from the first attention to the second; shards are cast before, as early as they may
-        "forward": {"triton": 13, "product": 7, "attention": 1, "start": 1, "wait": 1},
-        "inference": {"triton": 13, "product": 7, "attention": 1, "start": 1, "wait": 1},
+        "forward": {"triton": 13, "matmul": 7, "attention": 1, "start": 1, "wait": 1},
+        "inference": {"triton": 13, "matmul": 7, "attention": 1, "start": 1, "wait": 1},
         "backward": {
             "triton": 36,
-            "product": 14,
+            "matmul": 14,
             "attention": 1,
             "start": 2,
             "wait": 2,
@@ -186,7 +186,7 @@ class Runner:
 
 def test_launches_and_allocations_are_read_from_code():
     replay = Replay(CODE, {"buf2": ["mm_1"]})
-    assert replay.launches == [("triton", "triton_poi_fused_0"), ("product", "mm_1")]
+    assert replay.launches == [("triton", "triton_poi_fused_0"), ("matmul", "mm_1")]
     assert replay.allocated == [64, 128]
 
 

@@ -39,11 +39,11 @@ def test_of_several_waits_for_a_collective_the_first_stays():
     )
     first = call(graph, collectives.wait_tensor.default, gather)
     second = call(graph, collectives.wait_tensor.default, gather)
-    product = call(graph, aten.mm.default, first, second)
-    graph.output(product)
+    matmul = call(graph, aten.mm.default, first, second)
+    graph.output(matmul)
     assert merge_waits(graph) == 1
     assert list(gather.users) == [first]
-    assert product.args == (first, first)
+    assert matmul.args == (first, first)
 
 
 def test_equal_all_gathers_of_a_parameter_are_one():

@@ -100,7 +100,7 @@ def test_segments_that_read_other_strides_are_compiled_apart():
         return torch.sin(x * 2.0), torch.sin(torch.sin(x.t()) * 2.0)
 
     program = compiled(CutGraph(traced(both, (4, 4)), is_sine))
-    assert program.segments == program.different_segments == 3  # two products and the transpose
+    assert program.segments == program.different_segments == 3  # two matmuls and the transpose
 
 
 def test_equal_segments_of_different_graphs_have_one_text():

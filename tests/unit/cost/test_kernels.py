@@ -1,4 +1,4 @@
-"""Matrix products by shape against published ones on an H100; attention and the clock by
+"""Matmuls by shape against published ones on an H100; attention and the clock by
 hand-worked cases.
 """
 
@@ -20,7 +20,7 @@ from titan_lite.cost.kernels import (
     TILES,
     attention_share,
     clock_share,
-    product_seconds,
+    matmul_seconds,
 )
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import node_seconds
@@ -73,13 +73,13 @@ def seconds_of(batch, m, n, k, machine=H100):
     shape = ([batch] if batch > 1 else []) + [m, k]
     graph = Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
-    product = graph.call_function(
+    matmul = graph.call_function(
         (torch.ops.aten.bmm if batch > 1 else torch.ops.aten.mm).default, (a, b)
     )
     a.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     b.meta["val"] = torch.empty(*shape[:-2], k, n, dtype=torch.bfloat16, device="meta")
-    product.meta["val"] = a.meta["val"] @ b.meta["val"]
-    return node_seconds(product, machine)
+    matmul.meta["val"] = a.meta["val"] @ b.meta["val"]
+    return node_seconds(matmul, machine)
 
 
 def errors(rows):
@@ -89,14 +89,14 @@ def errors(rows):
         yield seconds_of(batch, m, n, k) / (2 * batch * m * n * k / (published * 1e12)) - 1
 
 
-def test_products_are_as_fast_as_published_also_those_that_the_fit_has_not_seen():
+def test_matmuls_are_as_fast_as_published_also_those_that_the_fit_has_not_seen():
     for rows, within in ((FITTED, 35), (OTHERS, 27)):
         found = [abs(error) for error in errors(rows)]
         assert statistics.median(found) < 0.04
         assert sum(error < 0.1 for error in found) >= within
 
 
-def test_larger_products_of_normal_numbers():
+def test_larger_matmuls_of_normal_numbers():
     """cuBLAS on an H100 SXM (pranjalssh/fast.cu, README)."""
     for size, published in ((6144, 741.1), (8192, 797.8)):
         assert 2 * size**3 / seconds_of(1, size, size, size) / 1e12 == pytest.approx(
@@ -104,10 +104,10 @@ def test_larger_products_of_normal_numbers():
         )
 
 
-def test_float8_products_that_sum_in_float32():
+def test_float8_matmuls_that_sum_in_float32():
     speed = H100.flops(torch.float8_e4m3fn) * H100.matmul_efficiency / SLOW_ACCUMULATION
     found = [
-        2e-12 * m * n * k / product_seconds(1, m, n, k, speed=speed, multiprocessors=132) / each
+        2e-12 * m * n * k / matmul_seconds(1, m, n, k, speed=speed, multiprocessors=132) / each
         for m, n, k, each in FLOAT8
     ]
     assert statistics.median(found) == pytest.approx(1, abs=0.05)
@@ -116,7 +116,7 @@ def test_float8_products_that_sum_in_float32():
 
 def test_a_last_wave_that_is_not_full_costs_a_wave():
     def seconds(columns):  # one tile of 128 x 256 for each 256 columns
-        return product_seconds(1, 128, 256 * columns, 8192, speed=132e12, multiprocessors=132)
+        return matmul_seconds(1, 128, 256 * columns, 8192, speed=132e12, multiprocessors=132)
 
     wave = 2 * 128 * 256 * 8192 / 1e12 + 1.5e-6
     assert seconds(132) == pytest.approx(wave + 1e-6)
@@ -125,7 +125,7 @@ def test_a_last_wave_that_is_not_full_costs_a_wave():
 
 
 def test_few_tiles_are_split_along_the_inner_dimension():
-    wide = product_seconds(1, 128, 256, 65536, speed=132e12, multiprocessors=132)
+    wide = matmul_seconds(1, 128, 256, 65536, speed=132e12, multiprocessors=132)
     assert wide < 0.2 * 2 * 128 * 256 * 65536 / 1e12
 
 
@@ -167,29 +167,29 @@ def test_a_power_limit_lowers_the_clock():
     assert share == pytest.approx((400 / 600) ** (1 / 3))
 
 
-def test_products_under_a_power_limit_are_as_fast_as_published():
+def test_matmuls_under_a_power_limit_are_as_fast_as_published():
     limited = dataclasses.replace(H100, power=500)
     for m, n, k, *published in AT_500_WATTS:
         for dtype, tflops in zip((torch.bfloat16, torch.float8_e4m3fn), published, strict=True):
             peak = limited.flops(dtype) * limited.matmul_efficiency
-            seconds = product_seconds(1, m, n, k, speed=peak, multiprocessors=132)
+            seconds = matmul_seconds(1, m, n, k, speed=peak, multiprocessors=132)
             assert 2 * m * n * k / seconds / 1e12 == pytest.approx(tflops, rel=0.06)
 
 
-def test_parts_of_a_split_product_are_read_in_float32_and_the_sum_is_written_in_bfloat16():
+def test_parts_of_a_split_matmul_are_read_in_float32_and_the_sum_is_written_in_bfloat16():
     """One tile, so long that eight parts are fastest: the rest of its time is adding them."""
     speed, rows, columns, inner = 1e12, 64, 64, 2**16
     tile_speed = speed / 132 * TILES[rows, columns]
     computing = 2 * rows * columns * inner / 8 / tile_speed + TILE_OVERHEAD
     nbytes = 8 * 4 * rows * columns + 2 * rows * columns
     expected = computing + nbytes / SUM_BANDWIDTH + SUM_LAUNCH + LAUNCH
-    found = product_seconds(1, rows, columns, inner, speed=speed, multiprocessors=132)
+    found = matmul_seconds(1, rows, columns, inner, speed=speed, multiprocessors=132)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    # TFLOP/s in bfloat16 of the fastest product that a search over sizes found (stas00/ml-engineering,
+    # TFLOP/s in bfloat16 of the fastest matmul that a search over sizes found (stas00/ml-engineering,
     # compute/accelerator/README.md)
     [
         ("A100", 271.2),
@@ -202,7 +202,7 @@ def test_parts_of_a_split_product_are_read_in_float32_and_the_sum_is_written_in_
         ("MI355X", 1565.0),
     ],
 )
-def test_the_fastest_product_of_a_device_is_as_fast_as_published(name, published):
+def test_the_fastest_matmul_of_a_device_is_as_fast_as_published(name, published):
     machine = PROFILES[name]
     speed = machine.flops(torch.bfloat16) * machine.matmul_efficiency
     sizes = (4096, 8192, 16384, 32768)
@@ -211,10 +211,10 @@ def test_the_fastest_product_of_a_device_is_as_fast_as_published(name, published
         * m
         * n
         * k
-        / product_seconds(1, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
+        / matmul_seconds(1, m, n, k, speed=speed, multiprocessors=machine.multiprocessors)
         for m in sizes
         for n in sizes
         for k in sizes
     )
-    # the law that fits all products of an H100 is 3% above its fastest one
+    # the law that fits all matmuls of an H100 is 3% above its fastest one
     assert fastest / 1e12 == pytest.approx(1.03 * published, rel=0.02)

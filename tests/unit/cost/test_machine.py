@@ -65,7 +65,7 @@ def costs(graph, **options):
     }
 
 
-def test_a_large_product_is_priced_by_its_flops_and_a_thin_one_by_its_bytes():
+def test_a_large_matmul_is_priced_by_its_flops_and_a_thin_one_by_its_bytes():
     (large,) = costs(graph_of(torch.mm, (8192, 4096), (4096, 14336))).values()
     wave = 2 * 128 * 256 * 4096 / (0.84 * 989.4e12 / 132) + 1.5e-6
     assert large == pytest.approx(28 * wave + 4e-6)  # 64 x 56 tiles on 132 multiprocessors
@@ -74,7 +74,7 @@ def test_a_large_product_is_priced_by_its_flops_and_a_thin_one_by_its_bytes():
 
 
 @pytest.mark.parametrize(("fast", "longer"), [(True, 1.0), (False, 1.15)])
-def test_a_float8_product_has_the_peak_of_float8(fast, longer):
+def test_a_float8_matmul_has_the_peak_of_float8(fast, longer):
     def multiply(a, b, one):
         eights = (a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn).t())
         return torch._scaled_mm(
@@ -82,13 +82,13 @@ def test_a_float8_product_has_the_peak_of_float8(fast, longer):
         )
 
     graph = graph_of(multiply, (8192, 4096), (14336, 4096), ())
-    (product,) = (node for node in graph.nodes if node.target is torch.ops.aten._scaled_mm.default)
+    (matmul,) = (node for node in graph.nodes if node.target is torch.ops.aten._scaled_mm.default)
     wave = longer * 2 * 128 * 256 * 4096 / (0.84 * 1978.9e12 / 132) + 1.5e-6
-    assert node_seconds(product, H100) == pytest.approx(28 * wave + 4e-6)
-    assert flops_of(product) == (2 * 8192 * 4096 * 14336, 0)
+    assert node_seconds(matmul, H100) == pytest.approx(28 * wave + 4e-6)
+    assert flops_of(matmul) == (2 * 8192 * 4096 * 14336, 0)
 
 
-def test_attention_counts_half_where_it_is_causal_and_five_products_backward():
+def test_attention_counts_half_where_it_is_causal_and_five_matmuls_backward():
     def attend(causal):
         return lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, causal

@@ -44,7 +44,7 @@ def test_an_unknown_device_has_the_peak_that_a_recipe_states_or_none(name, monke
 
 
 def test_this_cpu_is_measured(monkeypatch):
-    """By a clock on which each product and each copy takes half a second."""
+    """By a clock on which each matmul and each copy takes half a second."""
     monkeypatch.setattr(measure.time, "perf_counter", itertools.count(0, 0.5).__next__)
     machine = find_machine("", torch.device("cpu"))
     assert machine.flops(torch.float32) == 4e9  # 2 * 1024**3 / 0.5, to one digit

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from titan_lite.cost.kernels import product_seconds
+from titan_lite.cost.kernels import matmul_seconds
 from titan_lite.cost.nccl import CHANNELS, Ring, nccl_seconds
 from titan_lite.cost.profiles import PROFILES
 
@@ -131,12 +131,12 @@ def test_a_collective_takes_multiprocessors():
     assert beside.memory_traffic(1e9) == pytest.approx(H100.memory_traffic(1e9) * 132 / 108)
 
 
-def test_a_product_of_one_wave_is_as_slow_beside_a_collective_as_published():
+def test_a_matmul_of_one_wave_is_as_slow_beside_a_collective_as_published():
     """80% of the peak alone, and 47% beside an all-gather (forums.developer.nvidia.com topic
     337991).
     """
     alone, beside = (
-        product_seconds(
+        matmul_seconds(
             1,
             12 * 128,
             11 * 256,

@@ -30,7 +30,7 @@ from titan_lite.tools.plan import costs
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
-def two_products():
+def two_matmuls():
     hand = Hand()
     a, b = hand.input(1), hand.input(1)
     x = hand.compute("f", 5.0, hand.gather(a, "a"))
@@ -39,7 +39,7 @@ def two_products():
 
 
 def test_a_collective_that_is_waited_for_at_once_is_exposed():
-    timeline = simulate(two_products(), priced(), name="forward")
+    timeline = simulate(two_matmuls(), priced(), name="forward")
     assert (timeline.exposed, timeline.seconds, timeline.compute, timeline.communication) == (
         16.0,
         26.0,
@@ -55,7 +55,7 @@ def test_a_collective_that_is_waited_for_at_once_is_exposed():
 
 
 def test_one_that_is_started_early_travels_under_computation():
-    graph = two_products()
+    graph = two_matmuls()
     overlap(graph)
     timeline = simulate(graph, priced())
     assert (timeline.exposed, timeline.seconds) == (11.0, 21.0)
@@ -67,7 +67,7 @@ def test_one_that_is_started_early_travels_under_computation():
 
 def test_under_computation_on_a_cpu_it_hides_nothing(monkeypatch):
     monkeypatch.setattr(costs, "ranks_of", lambda node: (0, 1))
-    graph = two_products()
+    graph = two_matmuls()
     overlap(graph)
     gpu, cpu = (
         costs.graph_costs(
@@ -89,7 +89,7 @@ def test_computation_beside_a_collective_has_the_multiprocessors_that_are_left(m
         is_computation = not parameters_of(node)
         return seconds * 2 * CHANNELS / machine.multiprocessors if is_computation else seconds
 
-    graph = two_products()
+    graph = two_matmuls()
     overlap(graph)
     machine = dataclasses.replace(priced(), multiprocessors=2 * CHANNELS)
     monkeypatch.setattr(timelines, "node_seconds", half_as_fast_on_half)
@@ -103,10 +103,10 @@ def test_no_operator_starts_before_the_host_has_issued_it():
     machine = dataclasses.replace(
         priced(), host=1e7
     )  # gathers at 10 and 40, waits at 20 and 50, f and g at 30 and 60
-    timeline = simulate(two_products(), machine, fused=False)
+    timeline = simulate(two_matmuls(), machine, fused=False)
     assert timeline.idle == 10 + (30 - 18) + (40 - 35) + (60 - 48)
     assert timeline.seconds == timeline.idle + 16 + 10
-    assert simulate(two_products(), machine, fused=True).idle == 0  # one launch
+    assert simulate(two_matmuls(), machine, fused=True).idle == 0  # one launch
 
 
 def test_a_bucket_holds_computation_up_once():
@@ -125,7 +125,7 @@ def test_a_bucket_holds_computation_up_once():
 
 
 def test_the_bound_is_the_first_gather_and_what_computation_is_too_short_for():
-    graph = two_products()
+    graph = two_matmuls()
     assert lower_bound(graph, priced()) == 16.0 - 5.0  # g comes after both gathers
     assert lower_bound(graph, priced(latency=1.0)) == 18.0 - 5.0
     overlap(graph)

@@ -82,7 +82,7 @@ def test_gradients_are_bitwise_those_without_it(mode, option):
         ("none", "op", dict(mm=0, attention=0, silu=0)),
         ("selective", "op", dict(mm=0, attention=0, silu=1)),
         ("selective", "op/2", dict(mm=3, attention=0, silu=1)),  # wk, wo and w3
-        # of seven matrix products all but the last, whose result backward does not need
+        # of seven matmuls all but the last, whose result backward does not need
         ("full", "op", dict(mm=6, attention=1, silu=1)),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_a_block_computes_again_in_backward(mode, option, recomputed):
     )
     own = dict(
         mm=2 * forward["mm"], attention=0, silu=0
-    )  # two products for the gradients of each one
+    )  # two matmuls for the gradients of each one
     assert {name: (backward[name] - own[name]) / LAYERS for name in recomputed} == recomputed
 
 
@@ -164,7 +164,7 @@ def test_without_gradients_nothing_is_kept(mode):
 def test_the_result_of_a_block_is_kept_once(option, kept):
     """Its input is the result of the one before.
 
-    No copy of its last product is kept in eager mode: no gradient needs it.
+    No copy of its last matmul is kept in eager mode: no gradient needs it.
     """
     model = build_model("selective", option)
     gc.collect()
@@ -172,7 +172,7 @@ def test_the_result_of_a_block_is_kept_once(option, kept):
     loss = loss_of(model)
     rows = (
         2 * CONFIG.max_seq_len
-    )  # results of products have two dimensions; those that autograd saves have three
+    )  # results of matmuls have two dimensions; those that autograd saves have three
     found = [
         each
         for each in gc.get_objects()

@@ -25,7 +25,7 @@ def test_threads_are_those_of_the_environment_where_run_train_sh_or_the_user_has
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
-def test_the_precision_of_float32_products_is_set(precision, monkeypatch):
+def test_the_precision_of_float32_matmuls_is_set(precision, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     threads = torch.get_num_threads()
     init_device(Debug(), precision)

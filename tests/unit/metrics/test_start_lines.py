@@ -182,7 +182,7 @@ def test_the_start_of_other_runs():
         "compiling comes first: the first step and the first validation take longer",
     ]
     assert said("--training.float32_matmul_precision=high")[1].endswith(
-        "eager; float32 products in high precision (TF32 on GPUs)"
+        "eager; float32 matmuls in high precision (TF32 on GPUs)"
     )
     assert (
         "attention" not in said("--training.attention_kernel=FA2")[2]

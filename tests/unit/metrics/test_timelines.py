@@ -8,11 +8,11 @@ from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.metrics.timelines import write_timelines
 
 GATHER = Span("communication", "all_gather a", 0.0, 8.0, exposed=8.0, group="dp_shard")
-PRODUCT, EXCHANGE = (
+MATMUL, EXCHANGE = (
     Span("compute", "mm", 8.0, 4.0),
     Span("compute", "all_gather_of_tokens", 12.0, 1.0, exposed=1.0, group="tp"),
 )
-FORWARD = Timeline("forward", (GATHER, PRODUCT, EXCHANGE), 13.0, 5.0, 8.0, 8.0, 8.0, 0)
+FORWARD = Timeline("forward", (GATHER, MATMUL, EXCHANGE), 13.0, 5.0, 8.0, 8.0, 8.0, 0)
 
 
 def report(graph, **fields):
@@ -54,7 +54,7 @@ def test_nothing_is_written_where_nothing_communicates(tmp_path):
                 (),
                 {},
                 "abc",
-                Timeline("forward", (PRODUCT,), 5.0, 5.0, 0.0, 0.0, 0.0, 0),
+                Timeline("forward", (MATMUL,), 5.0, 5.0, 0.0, 0.0, 0.0, 0),
             )
         ],
         tmp_path,

@@ -71,7 +71,7 @@ def tokens(sequences=2, length=12):
 
 
 def loop(moe, x, bias=0.0):
-    """Each token through each of its experts, by plain products."""
+    """Each token through each of its experts, by plain matmuls."""
     router, experts = moe.router, moe.experts
     probabilities = F.linear(x, router.weight).softmax(-1)
     out = torch.zeros_like(x)
@@ -109,7 +109,7 @@ def assert_same_as_loop(moe, x, bias=0.0):
 
 
 def assert_near(one, other, relative=1e-5):
-    """Compare by the norm: single numbers differ by the rounding of a processor's products."""
+    """Compare by the norm: single numbers differ by the rounding of a processor's matmuls."""
     assert (one - other).norm() <= relative * other.norm()
 
 
@@ -157,7 +157,7 @@ def test_counts_are_of_each_sequence():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_are_a_loop_of_products(dtype):
+def test_grouped_matmuls_are_a_loop_of_matmuls(dtype):
     rows, weights = torch.randn(20, 16).to(dtype), torch.randn(4, 16, 24).to(dtype)
     ends = torch.tensor([3, 3, 15, 20], dtype=torch.int32)
     parts = rows.split([3, 0, 12, 5])
@@ -348,7 +348,7 @@ def test_recomputation_neither_routes_nor_counts_again(mode, option, budget, com
 
 
 def test_a_recomputation_that_would_choose_otherwise_takes_the_choices_of_forward(monkeypatch):
-    """As where probabilities are nearly equal, and a product of another shape rounds otherwise."""
+    """As where probabilities are nearly equal, and a matmul of another shape rounds otherwise."""
     _, expected = trained("full")
     monkeypatch.setattr(Router, "forward", noisy(Router.forward))
     _, found = trained("full")
@@ -387,7 +387,7 @@ def test_validation_counts_nothing():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_grouped_products_are_a_loop_and_an_empty_group_has_zeros():
+def test_on_a_gpu_grouped_matmuls_are_a_loop_and_an_empty_group_has_zeros():
     rows = torch.randn(400, 64, device="cuda", dtype=torch.bfloat16)
     weights = torch.randn(4, 64, 96, device="cuda", dtype=torch.bfloat16)
     sizes = [130, 0, 262, 8]
@@ -399,8 +399,8 @@ def test_on_a_gpu_grouped_products_are_a_loop_and_an_empty_group_has_zeros():
     transposed = weights.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(grouped_mm(rows, transposed, ends, 0), found, rtol=2e-2, atol=2e-2)
     of_weights = grouped_mm_of_weights(found, rows, ends)
-    for part, x, product in zip(found.split(sizes), parts, of_weights, strict=True):
-        torch.testing.assert_close(product, part.t() @ x, rtol=2e-2, atol=0.5)
+    for part, x, matmul in zip(found.split(sizes), parts, of_weights, strict=True):
+        torch.testing.assert_close(matmul, part.t() @ x, rtol=2e-2, atol=0.5)
     assert not of_weights[1].any()
 
 

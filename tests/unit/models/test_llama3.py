@@ -455,7 +455,7 @@ def test_bfloat16_follows_float32_with_rotary_tables_in_float32():
     [
         # 6 (parameters - embedding - norms) + 6 L C T
         ("8B", 8192, 6 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 8192),
-        # tied: the matrix is counted once among the parameters, and it is one of a matrix product
+        # tied: the matrix is counted once among the parameters, and it is one of a matmul
         ("1B", 4096, 6 * (1_235_814_400 - 33 * 2048) + 6 * 16 * 2048 * 4096),
     ],
 )

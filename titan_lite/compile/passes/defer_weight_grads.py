@@ -6,7 +6,7 @@
 In backward, tensor and context parallelism communicate on the path from block to block, and a
 gradient of a weight is not on that path: no such collective waits for it. (Zero bubble pipelines,
 arXiv 2401.10241, fill the waits between stages by the same division.) Numbers do not change. In
-forward every product is on the path, so nothing moves.
+forward every matmul is on the path, so nothing moves.
 
 The costs of tensor-parallel ranks may differ, so the first rank chooses. Choices are numbers of
 nodes of one kind, counted in graph order. Positions among all nodes would not do: a rank with fewer
@@ -32,7 +32,7 @@ from titan_lite.graph import (
     wait_of,
 )
 
-# Products that may be deferred, the last ones: a deferred product keeps its factors alive. A block
+# Matmuls that may be deferred, the last ones: a deferred matmul keeps its factors alive. A block
 # has 7 weights.
 MAX_DEFERRED = 8
 
@@ -40,10 +40,10 @@ Pairs = Sequence[Sequence[int]]  # (number of a node to move, number of a collec
 
 
 def defer_weight_grads(graph: Graph, settings: PassSettings) -> int:
-    """Defer products behind the start of collectives of activations, in place. Return how many."""
+    """Defer matmuls behind the start of collectives of activations, in place. Return how many."""
     if not activation_collectives(graph):
         return 0
-    own = choose_products(graph, settings.machine, fused=settings.fused)
+    own = choose_matmuls(graph, settings.machine, fused=settings.fused)
     chosen = first_ranks_choice(own, settings.ranks)
     defer_products(graph, chosen)
     return len(chosen)
@@ -67,13 +67,13 @@ def order_activation_collectives(graph: Graph, settings: PassSettings) -> int:
     return len(chosen)
 
 
-def choose_products(
+def choose_matmuls(
     graph: Graph, machine: Machine | None = None, *, fused: bool = True
 ) -> list[tuple[int, int]]:
-    """Return (number of a product, number of the collective of activations to hide).
+    """Return (number of a matmul, number of the collective of activations to hide).
 
-    A collective gets the shortest product that is as long as itself; if there is none, the longest
-    one, and others for the rest. Without a machine it gets the last product.
+    A collective gets the shortest matmul that is as long as itself; if there is none, the longest
+    one, and others for the rest. Without a machine it gets the last matmul.
     """
 
     def seconds(node: Node) -> float:
@@ -82,7 +82,7 @@ def choose_products(
     activations = activation_collectives(graph)
     started_by = {wait_of(node): node for node in activations}
     path = ancestors(activations)
-    product_number = {node: number for number, node in enumerate(_products(graph))}
+    matmul_number = {node: number for number, node in enumerate(_matmuls(graph))}
     collective_number = {node: number for number, node in enumerate(activations)}
     ready: deque[Node] = deque(maxlen=MAX_DEFERRED)  # the latest first
     chosen = []
@@ -93,25 +93,25 @@ def choose_products(
             collective = started_by[node]
             exposed = seconds(collective)
             while ready and exposed > 0:
-                product = _best_fit(ready, seconds, exposed)
-                chosen.append((product_number[product], collective_number[collective]))
-                ready.remove(product)
-                exposed -= seconds(product)
+                matmul = _best_fit(ready, seconds, exposed)
+                chosen.append((matmul_number[matmul], collective_number[collective]))
+                ready.remove(matmul)
+                exposed -= seconds(matmul)
     return chosen
 
 
-def _best_fit(products: Iterable[Node], seconds: Callable[[Node], float], wanted: float) -> Node:
-    """Return the shortest product that takes `wanted` seconds or more, or else the longest."""
-    return min(products, key=lambda node: (seconds(node) < wanted, abs(seconds(node) - wanted)))
+def _best_fit(matmuls: Iterable[Node], seconds: Callable[[Node], float], wanted: float) -> Node:
+    """Return the shortest matmul that takes `wanted` seconds or more, or else the longest."""
+    return min(matmuls, key=lambda node: (seconds(node) < wanted, abs(seconds(node) - wanted)))
 
 
 def defer_products(graph: Graph, chosen: Pairs) -> None:
-    """Move the chosen products, with what depends on them, before the waits they fill."""
-    products = _products(graph)
+    """Move the chosen matmuls, with what depends on them, before the waits they fill."""
+    matmuls = _matmuls(graph)
     activations = activation_collectives(graph)
-    for product, collective in chosen:
+    for matmul, collective in chosen:
         wait = wait_of(activations[collective])
-        for node in sorted(node for node in descendants(products[product]) if node < wait):
+        for node in sorted(node for node in descendants(matmuls[matmul]) if node < wait):
             wait.prepend(node)
     graph.lint()
 
@@ -165,5 +165,5 @@ def start_behind(graph: Graph, chosen: Pairs) -> None:
     graph.lint()
 
 
-def _products(graph: Graph) -> list[Node]:
+def _matmuls(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.target in MATMULS]

@@ -1,1 +1,1 @@
-"""Tensor parallelism whose collectives travel beside their matrix products."""
+"""Tensor parallelism whose collectives travel beside their matmuls."""

@@ -30,23 +30,23 @@ class AsyncTensorParallel(Feature):
 
             position = passes.index(order_activation_collectives)
             return [*passes[:position], cut_token_chunks, *passes[position:]]
-        from titan_lite.features.async_tp.fused_products import (
-            keep_with_products,
+        from titan_lite.features.async_tp.fused_matmuls import (
+            keep_with_matmuls,
             mark_fused_collectives,
         )
 
         of_activations = (defer_weight_grads, order_activation_collectives)
         of_parameters = [each for each in passes if each not in of_activations]
-        return [mark_fused_collectives, *of_parameters, keep_with_products]
+        return [mark_fused_collectives, *of_parameters, keep_with_matmuls]
 
     def inductor_settings(
         self, config: Config, model: "Transformer", mesh: "DeviceMesh"
     ) -> Mapping[str, object]:
-        # Blocks alone have matrix products that collectives overlap with.
+        # Blocks alone have matmuls that collectives overlap with.
         fuses = AsyncTensorParallelKeys.of(config).enable_async_tensor_parallel
         if not fuses or not model.layers:
             return {}
-        from titan_lite.features.async_tp.fused_products import inductor_settings_of
+        from titan_lite.features.async_tp.fused_matmuls import inductor_settings_of
 
         return inductor_settings_of(mesh.get_group("tp").group_name)
 

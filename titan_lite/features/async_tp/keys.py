@@ -11,7 +11,7 @@ class AsyncTensorParallelKeys(Section):
     table: ClassVar[str] = "parallelism"
 
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's collectives with the matrix products beside them. Needs Inductor
+    """Overlap tensor parallelism's collectives with the matmuls beside them. Needs Inductor
     and GPUs, whose ranks write to each other's memory."""
 
 
@@ -19,7 +19,7 @@ class TokenChunksKeys(Section):
     table: ClassVar[str] = "compile"
 
     tensor_parallel_chunks: int = Field(1, ge=1)
-    """Chunks of tokens that a collective of tensor parallelism and its matrix product are cut into,
+    """Chunks of tokens that a collective of tensor parallelism and its matmul are cut into,
     so that one travels while another is computed; where the cost model of machine finds it slower,
     nothing is cut; 1: never."""
 

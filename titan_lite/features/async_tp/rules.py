@@ -33,7 +33,7 @@ def async_tensor_parallelism_is_done_by_inductor(config: Config) -> Iterator[Mis
 
 
 @rule_of_layout
-def products_of_fewer_bits_are_not_overlapped_by_inductor(
+def matmuls_of_fewer_bits_are_not_overlapped_by_inductor(
     config: Config, layout: Layout
 ) -> Iterator[Mistake]:
     if not AsyncTensorParallelKeys.of(config).enable_async_tensor_parallel:
@@ -42,7 +42,7 @@ def products_of_fewer_bits_are_not_overlapped_by_inductor(
         yield Mistake(
             key=KEY,
             value=True,
-            why=f"is not for {low.name}: Inductor does not overlap collectives with its products",
+            why=f"is not for {low.name}: Inductor does not overlap collectives with its matmuls",
             instead="false",
         )
 

@@ -1,4 +1,4 @@
-"""Cut collectives of tensor parallelism and their matrix products into chunks of tokens.
+"""Cut collectives of tensor parallelism and their matmuls into chunks of tokens.
 
     before   y = wait(all_gather(x)) @ w
     after    a0 = all_gather(x[0]); a1 = all_gather(x[1]); y = cat(wait(a0) @ w, wait(a1) @ w)
@@ -8,9 +8,9 @@
              z = cat(wait(r0), wait(r1))
 
 One chunk travels while another is computed. Plain collectives, as in arXiv 2302.05442 (section 2.2)
-and unlike asynchronous tensor parallelism (fused_products.py), which needs symmetric memory. Of the
-products that read gathered tokens, only the first is cut; it hides all chunks but the first. A
-product of fewer rows may round differently.
+and unlike asynchronous tensor parallelism (fused_matmuls.py), which needs symmetric memory. Of the
+matmuls that read gathered tokens, only the first is cut; it hides all chunks but the first. A
+matmul of fewer rows may round differently.
 """
 
 import operator
@@ -40,8 +40,8 @@ from titan_lite.graph import (
     wait_of,
 )
 
-FLOAT8_ROWS = 16  # of which the rows of a float8 product are a multiple
-PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
+FLOAT8_ROWS = 16  # of which the rows of a float8 matmul are a multiple
+MATMULS = (aten.mm.default, aten._scaled_mm.default)
 VIEWS = (
     aten.view.default,
     aten.reshape.default,
@@ -52,7 +52,7 @@ VIEWS = (
 
 
 def cut_token_chunks(graph: Graph, settings: PassSettings) -> int:
-    """Cut collectives and products, in place. Return the number of collectives cut.
+    """Cut collectives and matmuls, in place. Return the number of collectives cut.
 
     The first rank chooses, since the costs of tensor-parallel ranks may differ.
     """
@@ -68,7 +68,7 @@ def choose_collectives(
 ) -> list[int]:
     """Return the collectives to cut, by their numbers among those of activations.
 
-    They stand directly before or behind a product. With a machine, only those that are then faster,
+    They stand directly before or behind a matmul. With a machine, only those that are then faster,
     as estimated. A collective that is hidden already gains nothing. All ranks must use those of
     one.
     """
@@ -84,12 +84,12 @@ def choose_collectives(
 
 
 def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
-    """Cut the chosen collectives and their products, in place. Return how many were cut."""
+    """Cut the chosen collectives and their matmuls, in place. Return how many were cut."""
     activations = activation_collectives(graph)
     cut = 0
     for number in chosen:
         site = site_of(activations[number])
-        if site is None:  # its product has been cut for another collective
+        if site is None:  # its matmul has been cut for another collective
             continue
         _replace(graph, site, _add_chunks(graph, site, chunks))
         cut += 1
@@ -98,15 +98,15 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
     return cut
 
 
-# Find a collective and its product
+# Find a collective and its matmul
 
 
 class Site(NamedTuple):
-    """A collective of tokens and its product."""
+    """A collective of tokens and its matmul."""
 
     collective: Node
     all_tokens: Node  # the tokens of all ranks, (B, T, C), gathered or to be reduced
-    product: Node
+    matmul: Node
 
 
 def site_of(node: Node) -> Site | None:
@@ -118,7 +118,7 @@ def site_of(node: Node) -> Site | None:
 
 
 def _gathered(node: Node) -> Site | None:
-    """Return the first product of the tokens that `node` gathers.
+    """Return the first matmul of the tokens that `node` gathers.
 
     None if they are not split by rank and joined along the sequence.
     """
@@ -133,21 +133,21 @@ def _gathered(node: Node) -> Site | None:
         return None
     if not _is_in_order(all_tokens, split):
         return None
-    products = sorted(products_of(all_tokens))
-    return Site(node, all_tokens, products[0]) if products else None
+    matmuls = sorted(matmuls_of(all_tokens))
+    return Site(node, all_tokens, matmuls[0]) if matmuls else None
 
 
-def products_of(tokens: Node) -> Iterator[Node]:
-    """Yield the products with `tokens`, as rows, on the left."""
+def matmuls_of(tokens: Node) -> Iterator[Node]:
+    """Yield the matmuls with `tokens`, as rows, on the left."""
     for user in tokens.users:
-        if user.target in PRODUCTS and user.args[0] is tokens:
+        if user.target in MATMULS and user.args[0] is tokens:
             yield user
         elif user.target in VIEWS and user.meta["val"].shape[-1] == tokens.meta["val"].shape[-1]:
-            yield from products_of(user)
+            yield from matmuls_of(user)
 
 
 def _reduced(node: Node) -> Site | None:
-    """Return the product whose result `node` reduces.
+    """Return the matmul whose result `node` reduces.
 
     None if it is not split along the sequence and joined by rank.
     """
@@ -160,12 +160,12 @@ def _reduced(node: Node) -> Site | None:
     if not _is_in_order(joined, split):
         return None
     all_tokens = split.all_input_nodes[0]
-    product = all_tokens
-    while product.target in VIEWS and len(product.users) == 1:
-        product = product.all_input_nodes[0]
-    if product.target not in PRODUCTS or len(product.users) > 1 or len(wait_of(node).users) == 0:
+    matmul = all_tokens
+    while matmul.target in VIEWS and len(matmul.users) == 1:
+        matmul = matmul.all_input_nodes[0]
+    if matmul.target not in MATMULS or len(matmul.users) > 1 or len(wait_of(node).users) == 0:
         return None
-    return Site(node, all_tokens, product)
+    return Site(node, all_tokens, matmul)
 
 
 def _is_in_order(joined: Node, split: Node) -> bool:
@@ -177,16 +177,16 @@ def _is_in_order(joined: Node, split: Node) -> bool:
 
 
 def _divides(site: Site, chunks: int) -> bool:
-    """Return True if the tokens can be cut into equal chunks that the product can have as rows.
+    """Return True if the tokens can be cut into equal chunks that the matmul can have as rows.
 
-    A float8 product cannot be cut if it has a scale for each row. Its second factor is a transposed
+    A float8 matmul cannot be cut if it has a scale for each row. Its second factor is a transposed
     one.
     """
     if site.all_tokens.meta["val"].shape[1] % (chunks * group_size(site.collective)):
         return False
-    if site.product.target is aten.mm.default:
+    if site.matmul.target is aten.mm.default:
         return True
-    left, right, scale = (cast(Node, argument) for argument in site.product.args[:3])
+    left, right, scale = (cast(Node, argument) for argument in site.matmul.args[:3])
     if right.target not in (aten.permute.default, aten.t.default):
         return False
     rows = left.meta["val"].shape[0]
@@ -202,10 +202,10 @@ class _Chunks:
 
     site: Site
     starts: list[Node]  # collectives
-    products: list[Node]
-    copies: list[Node]  # of chunks, made contiguous before a collective or a product
+    matmuls: list[Node]
+    copies: list[Node]  # of chunks, made contiguous before a collective or a matmul
     all_tokens: Node | None  # replaces the tokens of all ranks; None if the collective comes last
-    result: Node  # replaces the product, or what is waited for
+    result: Node  # replaces the matmul, or what is waited for
 
 
 def _add_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
@@ -216,11 +216,11 @@ def _add_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
 
 
 def _add_gathered_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
-    """Add gathers of chunks, where the gather is, and products of them, where the product is."""
+    """Add gathers of chunks, where the gather is, and matmuls of them, where the matmul is."""
     node = site.collective
     shard = cast(Node, node.args[0])
     size = _chunk_tokens(site, chunks)
-    factor = _reusable_factor(graph, site.product)
+    factor = _reusable_factor(graph, site.matmul)
     copies = []
     starts = []
     with graph.inserting_before(node):
@@ -229,40 +229,40 @@ def _add_gathered_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
             copies.append(_contiguous(graph, tokens))
             starts.append(add_call(graph, node.target, copies[-1], *node.args[1:]))
     waits = []
-    products = []
-    with graph.inserting_before(site.product):
+    matmuls = []
+    with graph.inserting_before(site.matmul):
         for start in starts:
             waits.append(add_call(graph, collectives.wait_tensor.default, start))
-            products.append(_multiply(graph, site, waits[-1], factor, size))
+            matmuls.append(_multiply(graph, site, waits[-1], factor, size))
         all_tokens = _join_chunks(graph, site, waits, site.all_tokens, size)
-        result = _join_chunks(graph, site, products, site.product, size)
-    return _Chunks(site, starts, products, copies, all_tokens, result)
+        result = _join_chunks(graph, site, matmuls, site.matmul, size)
+    return _Chunks(site, starts, matmuls, copies, all_tokens, result)
 
 
 def _add_reduced_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
-    """Add products of chunks and their reductions where the product is, waits where the wait is."""
+    """Add matmuls of chunks and their reductions where the matmul is, waits where the wait is."""
     node = site.collective
     ranks = group_size(node)
-    left = cast(Node, site.product.args[0])
+    left = cast(Node, site.matmul.args[0])
     batch = site.all_tokens.meta["val"].shape[0]
     size = _chunk_tokens(site, chunks)
-    factor = _reusable_factor(graph, site.product)
+    factor = _reusable_factor(graph, site.matmul)
     copies = []
-    products = []
+    matmuls = []
     starts = []
-    with graph.inserting_before(site.product):
+    with graph.inserting_before(site.matmul):
         by_chunk = add_call(graph, aten.reshape.default, left, [batch, ranks, chunks, size, -1])
         for chunk in range(chunks):
             rows = add_call(graph, aten.select.int, by_chunk, 2, chunk)
             by_rank = add_call(graph, aten.permute.default, rows, [1, 0, 2, 3])
             copies.append(_contiguous(graph, by_rank))
-            products.append(_multiply(graph, site, copies[-1], factor, size))
-            part = add_call(graph, aten.view.default, products[-1], [ranks * batch, size, -1])
+            matmuls.append(_multiply(graph, site, copies[-1], factor, size))
+            part = add_call(graph, aten.view.default, matmuls[-1], [ranks * batch, size, -1])
             starts.append(add_call(graph, node.target, part, *node.args[1:]))
     with graph.inserting_before(wait_of(node)):
         waits = [add_call(graph, collectives.wait_tensor.default, start) for start in starts]
         result = add_call(graph, aten.cat.default, waits, 1)
-    return _Chunks(site, starts, products, copies, None, result)
+    return _Chunks(site, starts, matmuls, copies, None, result)
 
 
 def _chunk_tokens(site: Site, chunks: int) -> int:
@@ -274,26 +274,26 @@ def _contiguous(graph: Graph, part: Node) -> Node:
     return add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
 
 
-def _reusable_factor(graph: Graph, product: Node) -> Node | None:
-    """Return the untransposed second factor of a float8 product, None for other products.
+def _reusable_factor(graph: Graph, matmul: Node) -> Node | None:
+    """Return the untransposed second factor of a float8 matmul, None for other matmuls.
 
-    Inductor would store a transposed factor that several products read by rows, which float8
-    products cannot read. So each product of a chunk transposes this one for itself.
+    Inductor would store a transposed factor that several matmuls read by rows, which float8
+    matmuls cannot read. So each matmul of a chunk transposes this one for itself.
     """
-    if product.target is not aten._scaled_mm.default:
+    if matmul.target is not aten._scaled_mm.default:
         return None
-    right = cast(Node, product.args[1])
+    right = cast(Node, matmul.args[1])
     strides = right.meta["val"].t().stride()
-    with graph.inserting_before(product):
+    with graph.inserting_before(matmul):
         factor = add_call(graph, force_stride_order, right.all_input_nodes[0], strides)
     factor.meta["is_view"] = True
     return factor
 
 
 def _multiply(graph: Graph, site: Site, rows: Node, factor: Node | None, size: int) -> Node:
-    """Add the product of a chunk, of `size` tokens of each sequence on each rank."""
-    product = site.product
-    left, right = cast(tuple[Node, Node], product.args[:2])
+    """Add the matmul of a chunk, of `size` tokens of each sequence on each rank."""
+    matmul = site.matmul
+    left, right = cast(tuple[Node, Node], matmul.args[:2])
     batch = site.all_tokens.meta["val"].shape[0]
     flat = add_call(
         graph, aten.view.default, rows, [group_size(site.collective) * batch * size, -1]
@@ -303,7 +303,7 @@ def _multiply(graph: Graph, site: Site, rows: Node, factor: Node | None, size: i
         flat = add_call(graph, aten.view.dtype, flat, dtype)
     if factor is not None:
         right = add_call(graph, aten.permute.default, factor, [1, 0])
-    return add_call(graph, product.target, flat, right, *product.args[2:], **product.kwargs)
+    return add_call(graph, matmul.target, flat, right, *matmul.args[2:], **matmul.kwargs)
 
 
 def _join_chunks(graph: Graph, site: Site, parts: Sequence[Node], like: Node, size: int) -> Node:
@@ -323,7 +323,7 @@ def _join_chunks(graph: Graph, site: Site, parts: Sequence[Node], like: Node, si
 
 def _replace(graph: Graph, site: Site, chunks: _Chunks) -> None:
     """Replace a site by its chunks."""
-    node, all_tokens, product = site
+    node, all_tokens, matmul = site
     if chunks.all_tokens is None:
         wait = wait_of(node)
         joined = node.all_input_nodes[0]
@@ -333,11 +333,11 @@ def _replace(graph: Graph, site: Site, chunks: _Chunks) -> None:
         node.replace_all_uses_with(chunks.result)
         _erase(graph, node, joined, *_split_and_parts(joined))
         return
-    for late in sorted(node for node in descendants(all_tokens) if node < product):
-        product.prepend(late)
+    for late in sorted(node for node in descendants(all_tokens) if node < matmul):
+        matmul.prepend(late)
     all_tokens.replace_all_uses_with(chunks.all_tokens)
-    product.replace_all_uses_with(chunks.result)
-    _erase(graph, product, all_tokens, *_split_and_parts(all_tokens), wait_of(node), node)
+    matmul.replace_all_uses_with(chunks.result)
+    _erase(graph, matmul, all_tokens, *_split_and_parts(all_tokens), wait_of(node), node)
 
 
 def _split_and_parts(joined: Node) -> list[Node]:
@@ -364,15 +364,15 @@ def _is_faster(
     """
     known = set(graph.nodes)
     added = _add_chunks(graph, site, chunks)
-    before = exposed + _seconds_of_product(site, machine, fused)
+    before = exposed + _seconds_of_matmul(site, machine, fused)
     after = _seconds_in_chunks(added, machine, fused)
     _erase(graph, *(node for node in reversed(graph.nodes) if node not in known))
     return after < before
 
 
-def _seconds_of_product(site: Site, machine: Machine, fused: bool) -> float:
-    """Return the seconds of the product, and of the copy that puts ranks first for a reduction."""
-    seconds = node_seconds(site.product, machine, fused)
+def _seconds_of_matmul(site: Site, machine: Machine, fused: bool) -> float:
+    """Return the seconds of the matmul, and of the copy that puts ranks first for a reduction."""
+    seconds = node_seconds(site.matmul, machine, fused)
     if is_all_gather(site.collective):
         return seconds
     return seconds + sum(
@@ -393,11 +393,11 @@ def _seconds_in_chunks(chunks: _Chunks, machine: Machine, fused: bool) -> float:
     sent = 0.0  # end of what has been sent
     if chunks.all_tokens is not None:
         computed = cost(*chunks.copies)
-        for start, product in zip(chunks.starts, chunks.products, strict=True):
+        for start, matmul in zip(chunks.starts, chunks.matmuls, strict=True):
             sent += cost(start)
-            computed = max(computed, sent) + cost(product)
+            computed = max(computed, sent) + cost(matmul)
         return computed + cost(*chunks.result.all_input_nodes)
-    for copy, product, start in zip(chunks.copies, chunks.products, chunks.starts, strict=True):
-        computed += cost(copy, product)
+    for copy, matmul, start in zip(chunks.copies, chunks.matmuls, chunks.starts, strict=True):
+        computed += cost(copy, matmul)
         sent = max(sent, computed) + cost(start)
     return sent + cost(chunks.result)

@@ -1,3 +1,3 @@
-"""Float8: matrix products of the blocks' linear layers, and what is gathered for them
+"""Float8: matmuls of the blocks' linear layers, and what is gathered for them
 (arXiv 2209.05433).
 """

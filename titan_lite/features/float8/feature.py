@@ -1,4 +1,4 @@
-"""Float8 products in a run."""
+"""Float8 matmuls in a run."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ class Float8(Feature):
         emulated = ", emulated on this CPU: no faster than float32"
         if torch.cuda.is_available():
             emulated = ""
-        return [f"products of the blocks in float8, {keys.recipe}{gathered}{emulated} ([float8])"]
+        return [f"matmuls of the blocks in float8, {keys.recipe}{gathered}{emulated} ([float8])"]
 
     def before_tensor_parallel(self, config: Config, model: "Transformer", axis: "Axis") -> None:
         from titan_lite.features.float8.linear import apply_float8, check_layers

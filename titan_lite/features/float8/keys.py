@@ -1,4 +1,4 @@
-"""The keys of products in float8. Imports no torch."""
+"""The keys of matmuls in float8. Imports no torch."""
 
 from typing import ClassVar, Literal
 
@@ -6,7 +6,7 @@ from titan_lite.config.section import ModuleNames, Section
 
 
 class Float8Keys(Section):
-    """Matrix products of the blocks' linear layers in float8, for GPUs from H100 on."""
+    """Matmuls of the blocks' linear layers in float8, for GPUs from H100 on."""
 
     table: ClassVar[str] = "float8"
 

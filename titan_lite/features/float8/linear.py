@@ -1,4 +1,4 @@
-"""Compute linear layers in float8: the product of forward, and of both gradients in backward.
+"""Compute linear layers in float8: the matmul of forward, and of both gradients in backward.
 
     apply_float8(model, "tensorwise", filter_fqns=("attention.wk",))   # in place
     y = layer(x)            # torch._scaled_mm; y and all gradients have the dtype of x
@@ -37,7 +37,7 @@ MIN_AMAX = 1e-12  # a scale is computed for a largest magnitude of at least this
 
 @dataclass(frozen=True)
 class Recipe:
-    """The casts of the factors of a layer's three products."""
+    """The casts of the factors of a layer's three matmuls."""
 
     grad_dtype: torch.dtype  # of the gradient of the layer's result; the other factors are e4m3
     scales_rows: bool  # one scale for each row of a factor, a power of two; else one for the tensor
@@ -86,7 +86,7 @@ def to_bytes(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer without bias whose products are in float8: (..., K) -> (..., N)."""
+    """A linear layer without bias whose matmuls are in float8: (..., K) -> (..., N)."""
 
     recipe: str  # a name of RECIPES
     transport: Transport  # of the weight, if it has a scale (weights.py)
@@ -108,7 +108,7 @@ class Float8Linear(nn.Linear):
             x = Scaled(x)
         if not isinstance(weight, Scaled):
             weight = Scaled(weight)
-        return _Product.apply(*x, *weight, RECIPES[self.recipe], moves)
+        return _Matmul.apply(*x, *weight, RECIPES[self.recipe], moves)
 
 
 def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()) -> None:
@@ -155,7 +155,7 @@ def check_layers(model: nn.Module, family: str, filter_fqns: Sequence[str] = ())
         )
 
 
-# --- Products -------------------------------------------------------------------------------------
+# --- Matmuls --------------------------------------------------------------------------------------
 
 
 class _Factor(NamedTuple):
@@ -172,7 +172,7 @@ class _Factor(NamedTuple):
         return _Factor(self.data.t().contiguous().t(), self.inverse_scale)
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """x (..., K) @ weight (N, K) transposed -> (..., N).
 
     Forward saves x and the weight as they are given, and backward casts again: so resharding
@@ -292,9 +292,9 @@ def _multiply(a: _Factor, b: _Factor, dtype: torch.dtype, *, fast_accum: bool = 
 
 @functools.cache
 def multiply_in_float32_on_cpus() -> torch.library.Library:
-    """Replace the kernel of torch._scaled_mm on CPUs by a product in float32.
+    """Replace the kernel of torch._scaled_mm on CPUs by a matmul in float32.
 
-    Torch's own (2.13) takes up to 440 times as long where the processor has no product in float8.
+    Torch's own (2.13) takes up to 440 times as long where the processor has no matmul in float8.
     Results are the same to the bit or but for rounding. The operator stays, so that graphs and
     passes on a CPU are those of a GPU.
     """

@@ -11,7 +11,7 @@ from titan_lite.models.fqns import is_filtered, is_matrix, is_of_experts
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.rules.mistakes import Mistake, rule_of_layout, rule_of_machine
 
-DIM_MULTIPLE = 16  # each dimension of a float8 product is one of its multiples, on GPUs
+DIM_MULTIPLE = 16  # each dimension of a float8 matmul is one of its multiples, on GPUs
 
 
 @rule_of_layout
@@ -62,14 +62,14 @@ def _linear_layers(model: ModelConfig) -> dict[str, Shape]:
 
 
 @rule_of_layout
-def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iterator[Mistake]:
+def float8_matmuls_have_multiples_of_16(config: Config, layout: Layout) -> Iterator[Mistake]:
     keys = Float8Keys.of(config)
     if not keys.enable:
         return
     from titan_lite.distributed.tensor_parallel import weight_dim
 
     key = "float8.enable"
-    needs = f"and dimensions of float8 products are multiples of {DIM_MULTIPLE}"
+    needs = f"and dimensions of float8 matmuls are multiples of {DIM_MULTIPLE}"
     tokens = layout.tokens_per_microbatch
     if tokens % DIM_MULTIPLE:
         why = f"is impossible: a microbatch has {tokens} tokens on a rank, {needs}"
@@ -97,7 +97,7 @@ def float8_products_have_multiples_of_16(config: Config, layout: Layout) -> Iter
 
 
 @rule_of_machine
-def float8_has_a_gpu_with_float8_products(config: Config, layout: Layout) -> Iterator[Mistake]:
+def float8_has_a_gpu_with_float8_matmuls(config: Config, layout: Layout) -> Iterator[Mistake]:
     import torch
 
     keys = Float8Keys.of(config)
@@ -118,7 +118,7 @@ def float8_has_a_gpu_with_float8_products(config: Config, layout: Layout) -> Ite
 
 
 def float8_has_results_on_gpus(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake for float8 products whose results no GPU has in the recipe's dtype.
+    """Yield a mistake for float8 matmuls whose results no GPU has in the recipe's dtype.
 
     CPUs have them, so this is no rule of every recipe.
     """

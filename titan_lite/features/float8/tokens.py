@@ -2,7 +2,7 @@
 
     apply_float8_tokens(model, "llama3", compiled=True)     # in place, before the model is split
 
-A scale is that of the tokens of all ranks: so products are those of tokens that were gathered as
+A scale is that of the tokens of all ranks: so matmuls are those of tokens that were gathered as
 they are. Sums of partial results are reduce-scattered in their own dtype.
 """
 
@@ -26,12 +26,12 @@ from titan_lite.features.float8.linear import E5M2, Float8Linear, Scaled, scale_
 
 
 def apply_float8_tokens(model: nn.Module, family: str, *, compiled: bool) -> None:
-    """Let modules exchange their tokens in float8, in place, where all products of the tokens that
+    """Let modules exchange their tokens in float8, in place, where all matmuls of the tokens that
     they gather, or of the gradients that they gather in backward, are in float8 with one scale for
     a tensor. All float8 layers of `model` have one.
 
-    compiled: gradients too. Their gather is then a part of the product's backward, which a graph
-    computes once. Eagerly, full checkpointing would repeat the product's reduce-scatter, and a
+    compiled: gradients too. Their gather is then a part of the matmul's backward, which a graph
+    computes once. Eagerly, full checkpointing would repeat the matmul's reduce-scatter, and a
     pipeline that halves backwards the gather.
     """
     for fqn, module in model.named_modules():
@@ -42,12 +42,12 @@ def apply_float8_tokens(model: nn.Module, family: str, *, compiled: bool) -> Non
             if compiled and isinstance(module, Float8Linear):
                 module.__class__ = _ScatteringLinear
         elif style.gathers:
-            products = [
+            matmuls = [
                 child
                 for name, child in module.named_children()
                 if style_of(f"{fqn}.{name}", family) == COLUMN
             ]
-            if products and all(isinstance(product, Float8Linear) for product in products):
+            if matmuls and all(isinstance(matmul, Float8Linear) for matmul in matmuls):
                 cls: Any = type(module)
                 module.__class__ = _gathering_class(cls)
 

@@ -1,4 +1,4 @@
-"""Weights of tensorwise float8 products, with the scales of their casts.
+"""Weights of tensorwise float8 matmuls, with the scales of their casts.
 
     apply_scaled_weights(model, all_gather=True)        # in place, before the model is sharded
     module.weight                                       # a Scaled (linear.py)

@@ -23,7 +23,7 @@ from titan_lite.features.matrix_optimizers.keys import MatrixOptimizerKeys
 from titan_lite.features.matrix_optimizers.owners import MatrixOwners, WholeMatrices
 from titan_lite.models.fqns import is_of_experts
 
-# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64 on
+# Operations of float32 matmuls, divided by n^3, in the time of an eigendecomposition in float64 on
 # a GPU, where most of the time is waiting for memory and launches: a guess.
 EIGENDECOMPOSITION = 1000.0
 
@@ -42,19 +42,19 @@ class OwnerCosts(ABC):
         return "float32"
 
     @abstractmethod
-    def product_flops(self, shape: Shape) -> float:
-        """Return the operations of its products in a step."""
+    def matmul_flops(self, shape: Shape) -> float:
+        """Return the operations of its matmuls in a step."""
 
     def eigendecomposition_cubes(self, shape: Shape) -> float:
         """Return the sum of n^3 of its eigendecompositions, on average over steps."""
         return 0.0
 
     def flops(self, shape: Shape, eigendecomposition: float = EIGENDECOMPOSITION) -> float:
-        """Return its time in a step, in operations of products; averaged over steps. The shape is
+        """Return its time in a step, in operations of matmuls; averaged over steps. The shape is
         that of the complete matrix.
         """
         cubes = self.eigendecomposition_cubes(shape)
-        return self.product_flops(shape) + eigendecomposition * cubes
+        return self.matmul_flops(shape) + eigendecomposition * cubes
 
     def kept_bytes(self, shape: Shape) -> float:
         """Return the bytes that it keeps of the matrix, beside this rank's shard."""

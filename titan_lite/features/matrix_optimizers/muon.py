@@ -41,7 +41,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
-    """Return the floating-point operations of the iteration: three products a step, of which one is
+    """Return the floating-point operations of the iteration: three matmuls a step, of which one is
     of squares.
     """
     *experts, rows, columns = shape
@@ -54,7 +54,7 @@ class MuonCosts(OwnerCosts):
     def dtype(self) -> str:
         return self.keys.ns_dtype
 
-    def product_flops(self, shape: Shape) -> float:
+    def matmul_flops(self, shape: Shape) -> float:
         return newton_schulz_flops(shape, self.keys.ns_steps)
 
 

@@ -121,8 +121,8 @@ def turns_of(keys: MatrixOptimizerKeys, shapes: Mapping[str, Shape]) -> list[lis
 class ShampooCosts(OwnerCosts):
     has_roots = True
 
-    def product_flops(self, shape: Shape) -> float:
-        """Return the operations of two products for factors, and of two with their roots."""
+    def matmul_flops(self, shape: Shape) -> float:
+        """Return the operations of two matmuls for factors, and of two with their roots."""
         most = self.keys.max_preconditioner_dim
         return 4.0 * math.prod(shape) * sum(min(most, size) for size in shape)
 

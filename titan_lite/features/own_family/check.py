@@ -33,7 +33,7 @@ from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.models.transformer import Transformer
 
-TOKENS = 16  # of a rank between blocks: products of few bits need them, context parallelism 2
+TOKENS = 16  # of a rank between blocks: matmuls of few bits need them, context parallelism 2
 
 
 def check_own_family(config: Config, layout: Layout) -> None:
@@ -226,7 +226,7 @@ def _conditions(config: Config, layout: Layout) -> str:
     """Return what makes a rank's block another one than the family's, keys for the most part."""
     keys = [f"training.mixed_precision_param = {shown(config.training.mixed_precision_param)}"]
     if low := low_precision(config):
-        keys.append(f"products in {low.name}")
+        keys.append(f"matmuls in {low.name}")
     for axis, name in (("cp", "context"), ("tp", "tensor")):
         if layout.degrees[axis] > 1:
             keys.append(f"parallelism.{name}_parallel_degree = {layout.degrees[axis]}")

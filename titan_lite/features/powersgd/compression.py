@@ -47,7 +47,7 @@ from titan_lite.models.fqns import block_of, last_block
 
 # largest share of a shard's numbers that its factors may have; with more, it travels uncompressed
 MAX_FACTOR_SHARE = 0.25
-# times that a shard's numbers are read or written: M, three products with it, and the choice after
+# times that a shard's numbers are read or written: M, three matmuls with it, and the choice after
 # a skipped step
 SHARD_PASSES = 14
 TINY = 1e-30  # keeps a zero column zero

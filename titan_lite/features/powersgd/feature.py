@@ -73,7 +73,7 @@ class PowerSGDFeature(Feature):
         self, config: Config, costs: "Costs", specs: "Specs", machine: "Machine", axes: "Axes"
     ) -> None:
         """Nothing hides the sums over replicas: a collective of all P, one of all Q and one of all
-        other gradients, and the products, which read and write shards more than they compute.
+        other gradients, and the matmuls, which read and write shards more than they compute.
         """
         import torch
 

@@ -11,7 +11,7 @@
 Pipeline schedules without bubbles (arXiv 2401.10241) run the second half later, while other stages
 would make this one wait. It reads no weight: gathers belong to the half of the input, with all that
 is computed from a weight and all that the gradient of the input needs. The rest is the other half:
-products that are gradients of weights, and the reductions of these.
+matmuls that are gradients of weights, and the reductions of these.
 
 Operators that compute little (pointwise ones, sums, views) may run in either half, or in both, and
 so do all-gathers of tokens, whose results are large (tensor parallelism). They are divided such
@@ -174,7 +174,7 @@ def _fewest_bytes(
 
 
 def _computed_late(graph: Graph, in_input: Collection[Node]) -> set[Node]:
-    """Return what only the half of the weights computes: products, collectives, and what depends on
+    """Return what only the half of the weights computes: matmuls, collectives, and what depends on
     them.
     """
     late: set[Node] = set()

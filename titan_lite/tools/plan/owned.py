@@ -19,7 +19,7 @@ from titan_lite.models.shapes import ITEM_BYTES
 from titan_lite.tools.plan.rank_bytes import owner_buckets, owner_costs
 from titan_lite.tools.plan.trace import PlannedLayout
 
-# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64 on
+# Operations of float32 matmuls, divided by n^3, in the time of an eigendecomposition in float64 on
 # a CPU: measured 26 to 47 for n from 1024 to 256.
 ON_CPU = 30.0
 

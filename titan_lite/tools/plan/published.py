@@ -43,7 +43,7 @@ class RunKind:
     active_billions: float  # parameters that a token is multiplied by: fewer in a mixture
     device: str
     power: float  # watts that the device is limited to
-    precision: str  # of matrix products
+    precision: str  # of matmuls
     mode: str  # eager, or the backend of torch.compile
 
     @property

@@ -70,7 +70,7 @@ def kept_bytes_of_block(config: Config, layout: Layout) -> float:
     recomputed = recomputed_share(config.activation_checkpoint)
     if config.activation_checkpoint.mode == "memory_budget":
         recomputed = 1.0  # at most
-    # Inputs of products, which selective checkpointing and the compiler recompute: the results of
+    # Inputs of matmuls, which selective checkpointing and the compiler recompute: the results of
     # two norms and of the feed-forward. The norms' are gathered for tensor parallelism, which is
     # no small operator.
     is_compiled = config.compile.compiles("model")
@@ -78,12 +78,12 @@ def kept_bytes_of_block(config: Config, layout: Layout) -> float:
     inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + hidden_dim
     if tp > 1 and not by_operator:
         inputs += 2 * model.dim * (tp if is_compiled else tp - 1)
-    # At least queries, keys, values, attention's result and its product, and both halves of the
+    # At least queries, keys, values, attention's result and its matmul, and both halves of the
     # feed-forward.
     heads = model.n_heads + model.n_kv_heads
     results = 2 * heads * model.head_dim + model.dim + 2 * hidden_dim
     option = config.activation_checkpoint.selective_ac_option
-    saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of products
+    saved = 0.5 if by_operator and option == "op/2" else 1.0  # share of matmuls
     numbers = recomputed * model.dim + (1 - recomputed) * (saved * results + inputs)
     computed, _ = itemsizes(config.training)
     return computed * layout.tokens_per_microbatch / tp * numbers

@@ -383,7 +383,7 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     computed, _ = itemsizes(layout.config.training)
     tokens = layout.tokens_per_microbatch
     hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
-    # Inputs of products, where those of the same input count once, and the gradients of results.
+    # Inputs of matmuls, where those of the same input count once, and the gradients of results.
     factors = 3 * model.dim + hidden_dim
     gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * hidden_dim
     low = low_precision(layout.config)
@@ -419,14 +419,14 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     computed, summed = itemsizes(config.training)
     peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
     low = low_precision(config)
-    peak_of_products = machine.flops(getattr(torch, low.dtype)) if low else peak
-    products = 2 * sizes.multiplied * sizes.tokens / (peak_of_products * machine.matmul_efficiency)
+    peak_of_matmuls = machine.flops(getattr(torch, low.dtype)) if low else peak
+    matmuls = 2 * sizes.multiplied * sizes.tokens / (peak_of_matmuls * machine.matmul_efficiency)
     attended = layout.seq_len / 2  # tokens that a token attends to, on average
     heads = layout.model.n_heads * layout.model.head_dim
     attention_flops = 4 * sizes.tokens * attended * heads / tp
     attention = attention_flops / (peak * machine.attention_efficiency)
-    forward = products + attention
-    backward = 2 * products + 2.5 * attention + sizes.recomputed * forward
+    forward = matmuls + attention
+    backward = 2 * matmuls + 2.5 * attention + sizes.recomputed * forward
     hidden_bytes = computed * sizes.tokens * layout.model.dim
 
     def exchange_seconds(nbytes: float, ranks: int) -> float:
@@ -448,7 +448,7 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     return _BlockSeconds(
         forward=forward + exchange,
         backward=backward + exchange * (1 + sizes.recomputed),
-        weights=products,
+        weights=matmuls,
         gather=gather,
         reduce=reduce,
     )

@@ -306,10 +306,10 @@ def _attention_positions(nodes: Sequence[Node]) -> list[int]:
     return backward or forward
 
 
-def _product_positions(nodes: Sequence[Node], blocks: int) -> list[int]:
-    """Return the position of the first product of each block, in the half of the weights.
+def _matmul_positions(nodes: Sequence[Node], blocks: int) -> list[int]:
+    """Return the position of the first matmul of each block, in the half of the weights.
 
-    Products of other modules come first, and are fewer than the blocks.
+    Matmuls of other modules come first, and are fewer than the blocks.
     """
     positions = [position for position, node in enumerate(nodes) if flops_of(node)[0]]
     others = len(positions) % blocks
@@ -330,7 +330,7 @@ def _sections(
     for graph in ends:
         nodes = list(graphs[graph].graph.nodes)
         if graph == "backward_weight":
-            in_graph = _product_positions(nodes, blocks)
+            in_graph = _matmul_positions(nodes, blocks)
         else:
             in_graph = _attention_positions(nodes)
         # Context parallelism has two operators of attention per block.

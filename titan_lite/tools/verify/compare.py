@@ -27,7 +27,7 @@ class Tolerances(NamedTuple):
 
 
 FLOAT32 = Tolerances(loss=1e-4, gradient=1e-4, activation=1e-4, tie=1e-6)
-# Of products in 8 bits, of which 2 or 3 are a mantissa. A scale depends on the tokens of a rank, so
+# Of matmuls in 8 bits, of which 2 or 3 are a mantissa. A scale depends on the tokens of a rank, so
 # layouts round otherwise.
 LOW_PRECISION = Tolerances(loss=1e-3, gradient=0.25, activation=0.02, tie=0.02)
 

@@ -48,7 +48,7 @@ MAX_PROCESSES = 8
 MIN_LAYERS = 4  # more if the stages need them
 SEQUENCES = 16  # of a step, on every layout
 SEQ_LEN = 32  # tokens
-TOKENS = 16  # of a microbatch on a rank, at least: products of few bits need them
+TOKENS = 16  # of a microbatch on a rank, at least: matmuls of few bits need them
 DEGREE_OF_ANY = 4  # dp_shard of a recipe for any number of GPUs
 
 

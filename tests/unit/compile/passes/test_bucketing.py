@@ -75,7 +75,7 @@ def test_the_gathers_of_a_block_become_one_where_the_first_one_was():
     assert count(hand.graph, GATHER) == 4
     order = [node.target for node in hand.graph.nodes if node.target in (GATHER, aten.mm.default)]
     assert order == [
-        token for products in (1, 2, 3, 1) for token in [GATHER, *[aten.mm.default] * products]
+        token for matmuls in (1, 2, 3, 1) for token in [GATHER, *[aten.mm.default] * matmuls]
     ]
 
 
@@ -236,11 +236,11 @@ def test_the_planner_gives_eager_mode_its_buckets_and_overlap():
         for node in hand.graph.nodes
         if node.target in (GATHER, aten.clone.default, aten.mm.default)
     ]
-    names = {GATHER: "gather", aten.clone.default: "copy", aten.mm.default: "product"}
+    names = {GATHER: "gather", aten.clone.default: "copy", aten.mm.default: "matmul"}
     words = [names[node.target] for node in order]
     assert words == [
-        *("gather", "gather", "product", "copy", "copy", "gather", "product", "product"),
-        *("copy", "copy", "copy", "gather", *["product"] * 4),
+        *("gather", "gather", "matmul", "copy", "copy", "gather", "matmul", "matmul"),
+        *("copy", "copy", "copy", "gather", *["matmul"] * 4),
     ]
     hand, sums = Hand(), []
     gradients = [hand.input(2 * rows, columns) for rows, columns in SHARDS.values()]

@@ -1,4 +1,4 @@
-"""Products that nothing waits for are computed while a collective of activations is in flight;
+"""Matmuls that nothing waits for are computed while a collective of activations is in flight;
 numbers stay the same.
 """
 
@@ -18,7 +18,7 @@ from titan_lite.cost.timeline import lower_bound, simulate
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
-def product(hand, name, seconds, *factors):
+def matmul(hand, name, seconds, *factors):
     node = hand.call(aten.mm.default, *factors)
     node.meta |= {"seconds": seconds, "called": name}
     return node
@@ -34,18 +34,16 @@ def exchange(hand, x, seconds):
 
 
 def backward(blocks, exchanged=4.0, weight=(1.0, 5.0), reduces=True):
-    """Blocks with a product on the path, and two gradients of weights before it communicates."""
+    """Blocks with a matmul on the path, and two gradients of weights before it communicates."""
     hand, results = Hand(), []
     x = hand.input(2, 2)
     for block in range(blocks):
         for number, seconds in enumerate(weight):
-            gradient = product(
-                hand, f"dw{block}.{number}", seconds, hand.call(aten.t.default, x), x
-            )
+            gradient = matmul(hand, f"dw{block}.{number}", seconds, hand.call(aten.t.default, x), x)
             results.append(
                 hand.reduce(gradient, f"layers.{block}.{number}") if reduces else gradient
             )
-        x = exchange(hand, product(hand, f"dx{block}", 2.0, x, hand.input(2, 2)), exchanged)
+        x = exchange(hand, matmul(hand, f"dx{block}", 2.0, x, hand.input(2, 2)), exchanged)
     return hand, hand.output(x, *results)
 
 
@@ -54,7 +52,7 @@ def deferred(graph, machine=None):
 
 
 def words(graph):
-    """The order of products, and of the collectives of activations and their waits."""
+    """The order of matmuls, and of the collectives of activations and their waits."""
     names = {GATHER: "start", collectives.wait_tensor.default: "wait"}
     found = []
     for node in graph.nodes:
@@ -65,7 +63,7 @@ def words(graph):
     return found
 
 
-def test_a_collective_gets_the_shortest_product_that_hides_it():
+def test_a_collective_gets_the_shortest_matmul_that_hides_it():
     hand, graph = backward(2)
     before, numbers = simulate(graph, priced()), hand.run()
     assert deferred(graph, priced()) == 2
@@ -88,7 +86,7 @@ def test_a_collective_gets_the_shortest_product_that_hides_it():
     assert all(torch.equal(*pair) for pair in zip(numbers, hand.run(), strict=True))
 
 
-def test_products_that_are_too_short_are_used_together():
+def test_matmuls_that_are_too_short_are_used_together():
     _, graph = backward(1, exchanged=4.0, weight=(1.0, 2.0), reduces=False)
     assert deferred(graph, priced()) == 2
     assert words(graph) == ["dx0", "start", "dw0.1", "dw0.0", "wait"]
@@ -96,18 +94,18 @@ def test_products_that_are_too_short_are_used_together():
     assert span.exposed == 4.0 - 3.0
 
 
-def test_a_product_on_the_path_and_an_old_one_stay():
+def test_a_matmul_on_the_path_and_an_old_one_stay():
     hand = Hand()
     old, x = hand.input(2, 2), hand.input(2, 2)
-    results = [product(hand, f"old{number}", 9.0, old, old) for number in range(MAX_DEFERRED + 3)]
-    x = exchange(hand, product(hand, "path", 9.0, x, x), 100.0)
-    graph = hand.output(exchange(hand, product(hand, "next", 9.0, x, x), 100.0), *results)
+    results = [matmul(hand, f"old{number}", 9.0, old, old) for number in range(MAX_DEFERRED + 3)]
+    x = exchange(hand, matmul(hand, "path", 9.0, x, x), 100.0)
+    graph = hand.output(exchange(hand, matmul(hand, "next", 9.0, x, x), 100.0), *results)
     assert deferred(graph, priced()) == MAX_DEFERRED
     assert words(graph)[:6] == ["old0", "old1", "old2", "path", "start", f"old{MAX_DEFERRED + 2}"]
     assert words(graph)[-4:] == ["wait", "next", "start", "wait"]
 
 
-def test_without_a_machine_a_collective_gets_the_last_product():
+def test_without_a_machine_a_collective_gets_the_last_matmul():
     _, graph = backward(2)
     assert deferred(graph) == 2
     assert words(graph)[:5] == ["dw0.0", "dx0", "start", "dw0.1", "wait"]
@@ -123,7 +121,7 @@ def test_forward_stays_as_it_is():
     hand = Hand()
     x = hand.input(2, 2)
     for block in range(3):
-        x = exchange(hand, product(hand, f"y{block}", 2.0, x, hand.input(2, 2)), 4.0)
+        x = exchange(hand, matmul(hand, f"y{block}", 2.0, x, hand.input(2, 2)), 4.0)
     graph = hand.output(x)
     before = [node.name for node in graph.nodes]
     assert deferred(graph, priced()) == 0

@@ -37,17 +37,17 @@ def test_the_gather_its_casts_and_padding_and_its_views_are_tagged_and_nothing_e
     rows = call(graph, "rows", aten.slice.Tensor, wait, 0, 0, 15)
     view = call(graph, "view", aten.view.default, rows, [15, 8])
     transposed = call(graph, "transposed", aten.t.default, view)
-    product = call(graph, "product", aten.mm.default, x, transposed)
-    view_of_product = call(graph, "view_of_product", aten.view.default, product, [-1])
+    matmul = call(graph, "matmul", aten.mm.default, x, transposed)
+    view_of_matmul = call(graph, "view_of_matmul", aten.view.default, matmul, [-1])
     relu = call(
         graph, "relu", aten.relu.default, wait
     )  # computed from the weight, so no view of it
     view_of_relu = call(graph, "view_of_relu", aten.t.default, relu)
     reduced = call(
-        graph, "reduced", collectives.reduce_scatter_tensor.default, product, "sum", RANKS, GROUP
+        graph, "reduced", collectives.reduce_scatter_tensor.default, matmul, "sum", RANKS, GROUP
     )
     waited = call(graph, "waited", collectives.wait_tensor.default, reduced)
-    graph.output((view_of_product, view_of_relu, waited))
+    graph.output((view_of_matmul, view_of_relu, waited))
 
     assert recompute_parameter_all_gathers(graph) == 1
     tagged = {node for node in graph.nodes if "recompute" in node.meta}
@@ -86,7 +86,7 @@ def test_waits_for_inputs_and_their_views_are_tagged_whatever_is_kept():
     weight, x = graph.placeholder("weight"), graph.placeholder("x")
     wait = call(graph, "wait", collectives.wait_tensor.default, weight)
     transposed = call(graph, "transposed", aten.t.default, wait)
-    graph.output(call(graph, "product", aten.mm.default, x, transposed))
+    graph.output(call(graph, "matmul", aten.mm.default, x, transposed))
     for keep in (None, (), ("weight",)):
         reshard_after_forward(graph, keep)
         assert {node for node in graph.nodes if node.meta.pop("recompute", None)} == {

@@ -26,10 +26,10 @@ BLOCKS = ["bucket_by_block", "overlap_collectives"]
             ["--compile.tensor_parallel_chunks=2", "--compile.no-defer_weight_grads"],
             ["cut_token_chunks", "order_activation_collectives", *BLOCKS],
         ),
-        ([ASYNC], ["mark_fused_collectives", *BLOCKS, "keep_with_products"]),
+        ([ASYNC], ["mark_fused_collectives", *BLOCKS, "keep_with_matmuls"]),
         (
             [ASYNC, "--compile.tensor_parallel_chunks=2", "--compile.bucketing=auto"],
-            ["mark_fused_collectives", "overlap_by_inductor", "keep_with_products"],
+            ["mark_fused_collectives", "overlap_by_inductor", "keep_with_matmuls"],
         ),
     ],
 )

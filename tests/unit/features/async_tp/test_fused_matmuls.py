@@ -22,10 +22,10 @@ from titan_lite.config import Compile, ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import FSDPOptions, apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
-from titan_lite.features.async_tp.fused_products import (
-    FUSED_PRODUCTS,
-    expect_fused_products,
-    keep_with_products,
+from titan_lite.features.async_tp.fused_matmuls import (
+    FUSED_MATMULS,
+    expect_fused_matmuls,
+    keep_with_matmuls,
     mark_fused_collectives,
 )
 from titan_lite.models.transformer import Transformer
@@ -52,12 +52,12 @@ def graphs_of(mesh):
     return graphs.forward, graphs.backward
 
 
-def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh):
+def test_the_matmuls_of_every_block_overlap_with_their_collectives(mesh):
     forward, backward = graphs_of(mesh)
     with pytest.raises(
         ConfigError, match=r"enable_async_tensor_parallel = true: Inductor found no collective"
     ):
-        expect_fused_products(forward.graph)
+        expect_fused_matmuls(forward.graph)
     group = mesh.get_group("tp").group_name
     with (
         _symmetric_memory._test_mode({group}),
@@ -68,25 +68,25 @@ def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh)
             micro_pipeline_tp_pass(graph.graph)
     # A layer gathers before attention and feed-forward and scatters after both, and the output
     # gathers; the embedding scatters a look-up.
-    assert expect_fused_products(forward.graph) == 4 * HEADS.n_layers + 1
-    # Backward gathers before wo and w2; what it scatters is a sum of two or three products, but for
+    assert expect_fused_matmuls(forward.graph) == 4 * HEADS.n_layers + 1
+    # Backward gathers before wo and w2; what it scatters is a sum of two or three matmuls, but for
     # the output's.
-    assert expect_fused_products(backward.graph) == 2 * HEADS.n_layers + 1
+    assert expect_fused_matmuls(backward.graph) == 2 * HEADS.n_layers + 1
 
 
 def test_a_segment_without_collectives_has_nothing_to_fuse():
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("x"),)))
-    assert expect_fused_products(graph) == 0
+    assert expect_fused_matmuls(graph) == 0
 
 
-def test_segments_keep_collectives_and_their_products_together(mesh):
+def test_segments_keep_collectives_and_their_matmuls_together(mesh):
     """Collectives of parameters stand between them in the traced graphs."""
     group = mesh.get_group("tp").group_name
     settings = PassSettings(Compile(enable=True))
     for graph in graphs_of(mesh):
         marked = mark_fused_collectives(graph.graph, settings)
-        assert keep_with_products(graph.graph, settings) > 0
+        assert keep_with_matmuls(graph.graph, settings) > 0
         fused = 0
         with (
             _symmetric_memory._test_mode({group}),
@@ -96,7 +96,7 @@ def test_segments_keep_collectives_and_their_products_together(mesh):
                 view_to_reshape(segment.module)
                 nodes = segment.module.graph.nodes
                 micro_pipeline_tp_pass(segment.module.graph)
-                fused += sum(str(node.target) in FUSED_PRODUCTS for node in nodes)
+                fused += sum(str(node.target) in FUSED_MATMULS for node in nodes)
                 assert not any(map(is_fused, nodes))
         assert fused > 0
         assert marked >= fused

@@ -1,4 +1,4 @@
-"""Tokens gathered or reduced in chunks around a product: the same numbers, and one chunk travels
+"""Tokens gathered or reduced in chunks around a matmul: the same numbers, and one chunk travels
 while another is computed.
 """
 
@@ -26,12 +26,12 @@ from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.profiles import PROFILES
 from titan_lite.cost.timeline import simulate
 from titan_lite.features.async_tp import token_chunks
-from titan_lite.features.async_tp.fused_products import mark_fused_collectives
+from titan_lite.features.async_tp.fused_matmuls import mark_fused_collectives
 from titan_lite.features.async_tp.token_chunks import choose_collectives, cut_into_chunks
 from titan_lite.graph import nbytes_of
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
-B, T, C, N = 3, 8, 4, 5  # sequences, tokens of all ranks, width, width of the product
+B, T, C, N = 3, 8, 4, 5  # sequences, tokens of all ranks, width, width of the matmul
 
 
 def cut(graph, chunks, machine=None):
@@ -51,24 +51,24 @@ def gathered(hand, x):
     )
 
 
-def forward(products=2, batch=B):
+def forward(matmuls=2, batch=B):
     hand = Hand()
     started, whole = gathered(hand, hand.input(batch, T // RANKS, C))
     started.meta["seconds"] = 8.0
     results = []
-    for _ in range(products):
+    for _ in range(matmuls):
         rows = hand.call(aten.view.default, whole, [batch * T, C])
-        product = hand.call(aten.mm.default, rows, hand.input(C, N))
-        product.meta["seconds"] = 10.0
-        results.append(hand.call(aten.view.default, product, [batch, T, N]))
+        matmul = hand.call(aten.mm.default, rows, hand.input(C, N))
+        matmul.meta["seconds"] = 10.0
+        results.append(hand.call(aten.view.default, matmul, [batch, T, N]))
     return hand, hand.output(*results)
 
 
 def reduction(batch=B):
     hand = Hand()
-    product = hand.call(aten.mm.default, hand.input(batch * T, C), hand.input(C, N))
+    matmul = hand.call(aten.mm.default, hand.input(batch * T, C), hand.input(C, N))
     parts = hand.call(
-        aten.split.Tensor, hand.call(aten.view.default, product, [batch, T, N]), T // RANKS, 1
+        aten.split.Tensor, hand.call(aten.view.default, matmul, [batch, T, N]), T // RANKS, 1
     )
     joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
     reduced = hand.call(REDUCE, joined, "sum", RANKS, "tp")
@@ -79,7 +79,7 @@ def in_float8(hand, *shape):
     return hand.call(aten._to_copy.default, hand.input(*shape), dtype=torch.float8_e4m3fn)
 
 
-def float8_product(hand, rows):
+def float8_matmul(hand, rows):
     one = hand.call(aten.ones.default, [])
     weight = hand.call(aten.t.default, in_float8(hand, 32, 16))
     return hand.call(aten._scaled_mm.default, rows, weight, one, one, None, None, torch.bfloat16)
@@ -94,15 +94,15 @@ def float8_forward(batch=4):
         aten.view.dtype, hand.call(aten.view.default, whole, [batch * 64, 16]), torch.float8_e4m3fn
     )
     return hand, hand.output(
-        *(float8_product(hand, hand.call(aten.alias.default, rows)) for _ in range(2))
+        *(float8_matmul(hand, hand.call(aten.alias.default, rows)) for _ in range(2))
     )
 
 
 def float8_reduction(batch=4):
     hand = Hand()
-    product = float8_product(hand, in_float8(hand, batch * 64, 16))
+    matmul = float8_matmul(hand, in_float8(hand, batch * 64, 16))
     parts = hand.call(
-        aten.split.Tensor, hand.call(aten.view.default, product, [batch, 64, 32]), 32, 1
+        aten.split.Tensor, hand.call(aten.view.default, matmul, [batch, 64, 32]), 32, 1
     )
     joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
     return hand, hand.output(
@@ -120,7 +120,7 @@ def test_float8_chunks_give_the_same_numbers_to_the_bit(make, kind, chunks, batc
     assert count(graph, kind) == chunks
     assert count(graph, aten._scaled_mm.default) == chunks + (make is float8_forward)
     assert all(torch.equal(old, new) for old, new in zip(before, hand.run(), strict=True))
-    assert cut(make(batch=1)[1], 8) == 0  # of 8 rows, which no float8 product on a GPU has
+    assert cut(make(batch=1)[1], 8) == 0  # of 8 rows, which no float8 matmul on a GPU has
 
 
 @pytest.mark.parametrize("batch", [1, B])
@@ -133,7 +133,7 @@ def test_chunks_give_the_same_numbers(make, kind, chunks, batch):
     assert count(graph, kind) == count(graph, collectives.wait_tensor.default) == chunks
     assert count(graph, aten.mm.default) == chunks + (
         make is forward
-    )  # a second product reads all tokens
+    )  # a second matmul reads all tokens
     assert {
         node.target for node in graph.nodes if node.op == "call_function"
     } <= lowerings.keys() | {operator.getitem}
@@ -142,8 +142,8 @@ def test_chunks_give_the_same_numbers(make, kind, chunks, batch):
         torch.testing.assert_close(old, new, rtol=1e-6, atol=1e-6)
 
 
-def test_all_gathers_start_at_once_and_each_product_waits_for_its_own():
-    _, graph = forward(products=1)
+def test_all_gathers_start_at_once_and_each_matmul_waits_for_its_own():
+    _, graph = forward(matmuls=1)
     cut(graph, 2)
     order = [
         node.target
@@ -153,7 +153,7 @@ def test_all_gathers_start_at_once_and_each_product_waits_for_its_own():
     assert order == [GATHER, GATHER, *[collectives.wait_tensor.default, aten.mm.default] * 2]
 
 
-def test_a_reduction_starts_before_the_next_product():
+def test_a_reduction_starts_before_the_next_matmul():
     _, graph = reduction()
     cut(graph, 2)
     order = [
@@ -182,7 +182,7 @@ def test_only_what_is_faster_is_cut(share, number, monkeypatch):
 
     for module in (token_chunks, timeline):
         monkeypatch.setattr(module, "node_seconds", seconds_by_share)
-    _, graph = forward(products=1, batch=1)
+    _, graph = forward(matmuls=1, batch=1)
     names = [node.name for node in graph.nodes]
     assert cut(graph, 2, priced()) == number  # 14 seconds or 23.8 instead of 18
     assert (names == [node.name for node in graph.nodes]) == (not number)
@@ -207,18 +207,18 @@ def test_other_collectives_stay_whole():
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "products"), [(forward, GATHER, 2), (reduction, REDUCE, 1)]
+    ("make", "kind", "matmuls"), [(forward, GATHER, 2), (reduction, REDUCE, 1)]
 )
-def test_collectives_that_inductor_fuses_are_marked_with_all_their_products(make, kind, products):
+def test_collectives_that_inductor_fuses_are_marked_with_all_their_matmuls(make, kind, matmuls):
     _, graph = make()
     assert mark_fused_collectives(graph, PassSettings()) == 1
     (node,) = [node for node in graph.nodes if node.target is kind]
     found = [node for node in graph.nodes if node.target is aten.mm.default]
     assert node.meta["fused_with"] == tuple(found)
-    assert [each.meta["parts"] for each in found] == [RANKS] * products
+    assert [each.meta["parts"] for each in found] == [RANKS] * matmuls
 
 
-def test_a_sum_of_products_and_a_product_with_tokens_on_the_right_are_not_fused():
+def test_a_sum_of_matmuls_and_a_matmul_with_tokens_on_the_right_are_not_fused():
     hand = Hand()
     _, whole = gathered(hand, hand.input(B, T // RANKS, C))
     rows = hand.call(aten.view.default, whole, [B * T, C])
@@ -240,7 +240,7 @@ def test_a_sum_of_products_and_a_product_with_tokens_on_the_right_are_not_fused(
     )
 
 
-def test_a_product_of_gathered_tokens_by_themselves_is_not_fused():
+def test_a_matmul_of_gathered_tokens_by_themselves_is_not_fused():
     hand = Hand()
     _, whole = gathered(hand, hand.input(1, T // RANKS, C))
     rows = hand.call(aten.view.default, whole, [T, C])
@@ -264,7 +264,7 @@ def test_a_stage_with_blocks_and_nothing_to_fuse_is_an_error():
 
 
 @pytest.mark.parametrize(("make", "kind"), [(forward, GATHER), (reduction, REDUCE)])
-def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
+def test_a_fused_collective_costs_what_its_matmuls_do_not_hide(make, kind):
     machine = PROFILES["H100"]
     _, graph = make()
     mark_fused_collectives(graph, PassSettings())
@@ -277,7 +277,7 @@ def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
     )  # a copy of the shard; or two parts and their sum
     assert node_seconds(node, machine) == pytest.approx(
         launches + moved
-    )  # its copy takes less than half of a product, launched twice
+    )  # its copy takes less than half of a matmul, launched twice
     node.meta["fused_with"] = ()
     apart = dataclasses.replace(machine, ranks_per_node=1)  # where no rank reads another's memory
     assert node_seconds(node, apart) == apart.collective(

@@ -1,4 +1,4 @@
-"""Float8 products: equal to torchao's to the bit, and near the products of the numbers that they
+"""Float8 matmuls: equal to torchao's to the bit, and near the matmuls of the numbers that they
 round.
 """
 
@@ -58,7 +58,7 @@ def results(layer, x, gradient):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_torchaos_to_the_bit(recipe):
+def test_matmuls_are_torchaos_to_the_bit(recipe):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torchao = pytest.importorskip("torchao.float8")
@@ -76,8 +76,8 @@ def test_products_are_torchaos_to_the_bit(recipe):
         assert torch.equal(mine, other)
 
 
-def products():
-    """Products of torch._scaled_mm with scales of tensors and of rows, on matrices with which each
+def matmuls():
+    """Matmuls of torch._scaled_mm with scales of tensors and of rows, on matrices with which each
     kernel is done at once.
     """
     generator = torch.Generator().manual_seed(0)
@@ -93,22 +93,22 @@ def products():
     return found
 
 
-def test_products_on_cpus_are_those_of_torchs_kernel(tmp_path):
+def test_matmuls_on_cpus_are_those_of_torchs_kernel(tmp_path):
     """Torch's own in a process of its own, where nothing has replaced it."""
-    source = f"import torch\n\n\n{inspect.getsource(products)}\n\n"
-    source += f"torch.save(products(), {str(tmp_path / 'torch.pt')!r})\n"
+    source = f"import torch\n\n\n{inspect.getsource(matmuls)}\n\n"
+    source += f"torch.save(matmuls(), {str(tmp_path / 'torch.pt')!r})\n"
     subprocess.run([sys.executable, "-c", source], check=True)
     multiply_in_float32_on_cpus()
     theirs = torch.load(tmp_path / "torch.pt")
     assert len(theirs) in (4, 8)  # torch 2.11 has no scales of rows on CPUs
-    for mine, other in zip(products(), theirs, strict=True):
+    for mine, other in zip(matmuls(), theirs, strict=True):
         assert mine.dtype == other.dtype
         close = dict(rtol=2**-7 if mine.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
         torch.testing.assert_close(mine, other, **close)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_near_those_in_float32(recipe):
+def test_matmuls_are_near_those_in_float32(recipe):
     plain, rounded = Blocks(torch.float32), Blocks(torch.float32)
     apply_float8(rounded, recipe)
     assert type(rounded.layer) is Float8Linear

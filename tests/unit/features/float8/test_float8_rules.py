@@ -1,4 +1,4 @@
-"""What float8 products cannot have, on a layout, on this machine and on one that is planned for; and
+"""What float8 matmuls cannot have, on a layout, on this machine and on one that is planned for; and
 the line at the start.
 """
 
@@ -64,7 +64,7 @@ def checked(*options, ranks=2):
         (["--float8.filter_fqns=layers"], ["leaves no layer", "use false"]),
     ],
 )
-def test_what_float8_products_cannot_have_is_refused(options, words):
+def test_what_float8_matmuls_cannot_have_is_refused(options, words):
     with pytest.raises(ConfigError) as error:
         checked("--float8.enable", *options)
     for word in words:
@@ -141,10 +141,10 @@ def said(*options, ranks=2):
 def test_the_start_says_what_is_in_float8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert said("--float8.enable", "--float8.all_gather") == [
-        "products of the blocks in float8, tensorwise, gathered in float8, emulated on this CPU: no"
+        "matmuls of the blocks in float8, tensorwise, gathered in float8, emulated on this CPU: no"
         " faster than float32 ([float8])"
     ]
     (line,) = said("--float8.enable", "--float8.all_gather", ranks=1)
     assert "gathered in float8" not in line
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert said("--float8.enable") == ["products of the blocks in float8, tensorwise ([float8])"]
+    assert said("--float8.enable") == ["matmuls of the blocks in float8, tensorwise ([float8])"]

@@ -86,7 +86,7 @@ def two_layers():
     return hand, as_module(graph), dx
 
 
-def test_the_half_of_the_weights_has_their_products_and_reductions(two_layers):
+def test_the_half_of_the_weights_has_their_matmuls_and_reductions(two_layers):
     hand, module, dx = two_layers
     halves = split_backward(module, dx)
     assert count(halves.input.graph, GATHER) == 2 == count(halves.weight.graph, REDUCE)
@@ -114,7 +114,7 @@ def test_the_graph_itself_does_not_change(two_layers):
 
 
 def test_what_reads_a_weight_is_computed_in_the_half_of_the_input():
-    """Even if only a gradient of a weight needs it, as the input of a product after a norm."""
+    """Even if only a gradient of a weight needs it, as the input of a matmul after a norm."""
     hand = Hand()
     x, dy, scales = hand.input(4, 6), hand.input(4, 8), hand.input(3)
     weight = hand.call(aten.view.default, hand.gather(scales, "norm"), [1, 6])
@@ -143,7 +143,7 @@ def test_weights_that_no_graph_gathers_are_named_by_the_caller():
 @pytest.mark.parametrize(
     ("computes", "received"),
     [
-        # one product of two saved values: the product crosses
+        # one matmul of two saved values: the matmul crosses
         (lambda hand, a, b: hand.call(aten.mul.Tensor, hand.call(aten.silu.default, a), b), 1),
         # in float32 it would be twice as large as a saved value in bfloat16
         (lambda hand, a, b: hand.call(aten._to_copy.default, a, dtype=torch.float32), 0),
@@ -296,15 +296,15 @@ def test_a_stages_weights_are_gathered_for_one_half_and_reduced_in_the_other(
         for name, half in (("input", halves.input), ("weight", halves.weight))
     }
     assert kinds == {"input": {True}, "weight": {False}}
-    products = [
+    matmuls = [
         sum(target in MATMULS for target in targets(half))
         for half in (module, halves.input, halves.weight)
     ]
-    assert products[0] == products[1] + products[2]  # none is computed twice
+    assert matmuls[0] == matmuls[1] + matmuls[2]  # none is computed twice
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_stage_needs_no_more_between_its_halves_than_a_product_needs(backwards, mode):
+def test_a_stage_needs_no_more_between_its_halves_than_a_matmul_needs(backwards, mode):
     """The factors of the weights' gradients, each once, are a way to divide the graph. Gathered
     tokens count as one rank's, but for inputs that forward saves after it has gathered them.
     """

@@ -344,15 +344,15 @@ def test_what_forward_saves_lives_until_backward_has_used_it(keeps_inputs):
     kinds = {(life.allocated[0], life.kind): life for life in lives.tensors}
     saved, gradient = kinds["forward", ""], kinds["backward", "gradient"]
     assert saved.nbytes == 128 * 64 * 4
-    product = next(
+    matmul = next(
         place
         for place, node in enumerate(graphs["backward"].graph.nodes)
         if "mm" in str(node.target)
     )
     last = len(graphs["backward"].graph.nodes) - 1
-    assert saved.freed == ("backward", 2 * (last if keeps_inputs else product) + 1)
+    assert saved.freed == ("backward", 2 * (last if keeps_inputs else matmul) + 1)
     assert gradient.nbytes == 64 * 64 * 4
-    assert gradient.freed == ("backward", 2 * product + 1)  # eager: added up at once
+    assert gradient.freed == ("backward", 2 * matmul + 1)  # eager: added up at once
 
 
 def test_the_gradients_of_a_compiled_backward_are_there_until_its_end():

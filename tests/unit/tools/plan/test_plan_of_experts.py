@@ -1,5 +1,5 @@
 """The plan of a mixture of experts: parameters and FLOPs of a token, experts on all ranks of a copy, and
-products priced by the rows of an expert.
+matmuls priced by the rows of an expert.
 """
 
 import json
@@ -46,9 +46,9 @@ def test_flops_of_a_token_are_those_of_the_experts_that_it_has():
     assert weights.active_experts * 16 == weights.experts
     embedding = A3B.vocab_size * A3B.dim
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
-    products = active_parameters(A3B) - embedding - norms
+    matmuls = active_parameters(A3B) - embedding - norms
     attention = 6 * 48 * 32 * 128 * 4096
-    assert flops_per_token(A3B, 4096) == 6 * products + attention
+    assert flops_per_token(A3B, 4096) == 6 * matmuls + attention
 
 
 def layout_of(*options, ranks=8):
@@ -97,11 +97,11 @@ def node_of(operator, *shapes, sizes=(), balanced_rows):
     return call
 
 
-def test_a_grouped_product_is_priced_by_the_rows_of_an_expert():
+def test_a_grouped_matmul_is_priced_by_the_rows_of_an_expert():
     """Few rows leave tiles partly empty, and weights are read whatever the rows."""
     flops = 2.0 * 65536 * 2048 * 768
 
-    def products(rows, room):
+    def matmuls(rows, room):
         shapes = (room, 2048), (128, 2048, 768), (128,)
         of_weights = (room, 768), (room, 2048), (128,)
         return (
@@ -110,12 +110,12 @@ def test_a_grouped_product_is_priced_by_the_rows_of_an_expert():
         )
 
     peak = flops / H100.flops(torch.bfloat16)
-    for node, with_room in zip(products(65536, 65536), products(65536, 500000), strict=True):
+    for node, with_room in zip(matmuls(65536, 65536), matmuls(65536, 500000), strict=True):
         assert flops_of(node) == flops_of(with_room) == (flops, 0.0)
         assert peak < node_seconds(node, H100) < 3 * peak
         # room that stays empty costs nothing
         assert node_seconds(with_room, H100) == node_seconds(node, H100)
-    few, _ = products(1024, 1024)
+    few, _ = matmuls(1024, 1024)
     assert node_seconds(few, H100) > 4 * peak / 64
     assert node_seconds(few, H100) > 2.0 * 128 * 2048 * 768 / 3.35e12
 
@@ -176,10 +176,10 @@ def test_the_rank_with_most_tokens_of_experts_is_planned(capsys):
 
     even, uneven = planned(1), planned(1.5)
     more = uneven["parts_seconds"]["compute"] - even["parts_seconds"]["compute"]
-    # half as many rows again, of 12 products a block (three, twice in backward, once recomputed)
+    # half as many rows again, of 12 matmuls a block (three, twice in backward, once recomputed)
     rows = 8 * 4 * 4096 * 8 / 8
-    products = 12 * 4 * 2.0 * 0.5 * rows * 2048 * 768
-    assert more > products / H100.flops(torch.bfloat16)
+    matmuls = 12 * 4 * 2.0 * 0.5 * rows * 2048 * 768
+    assert more > matmuls / H100.flops(torch.bfloat16)
     assert uneven["memory"]["peak"] == even["memory"]["peak"]
 
 

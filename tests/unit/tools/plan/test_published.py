@@ -67,7 +67,7 @@ def test_the_loss_of_2024_is_not_fused_and_keeps_its_result():
 
     traced = make_fx(exponentials, tracing_mode="fake")(torch.ones(64, 8), torch.ones(8, 512))
     scheduled = ScheduledGraph(traced.graph, True, False, True)
-    (product, result, exponential) = (
+    (matmul, result, exponential) = (
         node
         for node in traced.graph.nodes
         if node.target
@@ -81,7 +81,7 @@ def test_the_loss_of_2024_is_not_fused_and_keeps_its_result():
         plain = last_uses(scheduled)
         uses = compare_published.uses_with_loss_parallel(scheduled, logits)
     assert uses[result] > plain[result]
-    assert uses[product] == plain[product]
+    assert uses[matmul] == plain[matmul]
 
 
 def test_without_tensor_parallelism_the_loss_of_2024_is_the_usual_one():

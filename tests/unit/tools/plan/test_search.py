@@ -405,7 +405,7 @@ BOUNDED = {  # name: (ranks, options)
     "recomputed": (4, "activation_checkpoint.mode=full"),
     "selective, eager": (4, "activation_checkpoint.mode=selective compile.no-enable"),
     "selective": (4, "activation_checkpoint.mode=selective"),
-    "every second product": (
+    "every second matmul": (
         4,
         "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op/2",
     ),

@@ -292,18 +292,18 @@ def test_one_rank_computes_all_matrices_and_two_compute_half_of_them_each():
     assert owned_matrices(layout(n_layers=2), AT_ONCE).computing == 0.0  # AdamW
 
 
-def test_shampoos_owners_compute_products_of_blocks_and_a_part_of_the_roots_in_each_step():
+def test_shampoos_owners_compute_matmuls_of_blocks_and_a_part_of_the_roots_in_each_step():
     mine = layout(n_layers=1)
     optimizer = Optimizer(name="Shampoo", max_preconditioner_dim=256, precondition_frequency=5)
     mine = dataclasses.replace(mine, config=mine.config.replace(optimizer=optimizer))
     blocks = {(256, 256): 2 + 9, (128, 256): 2}  # three of 256 x 256 in each matrix of 768 x 256
-    products = sum(
+    matmuls = sum(
         count * 4 * rows * columns * (rows + columns) for (rows, columns), count in blocks.items()
     )
     cubes = sum(count * (rows**3 + columns**3) for (rows, columns), count in blocks.items())
     speed = AT_ONCE.flops(torch.float32) * AT_ONCE.matmul_efficiency
     assert owned_matrices(mine, AT_ONCE).computing == pytest.approx(
-        (products + 1000 * cubes / 5) / speed
+        (matmuls + 1000 * cubes / 5) / speed
     )
 
 

@@ -55,10 +55,10 @@ MODEL = ModelConfig(
 H100 = load_machine("H100")
 WHOLE = ("tok_embeddings", "norm", "output")
 TABLE = MODEL.vocab_size * MODEL.dim
-PRODUCTS = (
+MATMULS = (
     MODEL.dim * 64 * (16 + 8 + 8 + 16) + 3 * MODEL.dim * MODEL.hidden_dim
 )  # numbers in a block's matrices
-BLOCK = PRODUCTS + 2 * MODEL.dim
+BLOCK = MATMULS + 2 * MODEL.dim
 
 
 def layout(accumulation=1, mode="none", chunk=-1, **parallelism):
@@ -201,7 +201,7 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     memory = memory_of(
         COPIES, [stage_of(traces["copies", 3].tensors, 3, pipelined=False)], H100
     ).parts
-    shards = 4 * (3 * PRODUCTS + 2 * TABLE) / shard
+    shards = 4 * (3 * MATMULS + 2 * TABLE) / shard
     assert shards < memory["kept by features"] < 2.1 * shards
 
 
@@ -254,13 +254,13 @@ def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
 
 
 @pytest.mark.parametrize("blocks", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
-def test_products_and_attention_are_those_of_the_formula(traced, blocks):
+def test_matmuls_and_attention_are_those_of_the_formula(traced, blocks):
     graphs = traced["fsdp", blocks].graphs
     forward, backward = graphs["forward"], graphs["backward"]
     tokens = 2 * TOKENS
-    assert forward.matmul_flops == 2 * tokens * (blocks * PRODUCTS + TABLE)
+    assert forward.matmul_flops == 2 * tokens * (blocks * MATMULS + TABLE)
     assert backward.matmul_flops == 2 * forward.matmul_flops
-    # Of two products, half.
+    # Of two matmuls, half.
     assert forward.attention_flops == blocks * 2 * tokens * TOKENS * MODEL.dim
     # Five, one of them a second time.
     assert backward.attention_flops == 2.5 * forward.attention_flops
@@ -377,8 +377,8 @@ def test_a_recomputed_block_computes_its_forward_again(traces_long):
     plain, again = (costs_of(traces_long)[key, 3] for key in ("fsdp", "full"))
     assert again.graphs["forward"].matmul_flops == plain.graphs["forward"].matmul_flops
     most = (
-        2 * 2 * TOKENS * 3 * PRODUCTS
-    )  # but for a block's last product, whose result no gradient needs
+        2 * 2 * TOKENS * 3 * MATMULS
+    )  # but for a block's last matmul, whose result no gradient needs
     more = again.graphs["backward"].matmul_flops - plain.graphs["backward"].matmul_flops
     assert most * 0.7 < more <= most
     saved, less = (
@@ -388,7 +388,7 @@ def test_a_recomputed_block_computes_its_forward_again(traces_long):
 
 
 @pytest.mark.slow
-def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projections_gradient(
+def test_a_loss_in_chunks_has_the_same_matmuls_no_logits_and_sums_of_the_projections_gradient(
     traces, traced
 ):
     whole, chunked = traced["fsdp", 3], traced["chunks", 3]
@@ -430,7 +430,7 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     assert forward.sent["tp"] == (4 * 2 + 2) * activations / 2 + 3 * 4 * 2 * TOKENS
     assert forward.exposed["tp"] == pytest.approx(forward.communication["tp"])
     assert not any("dp_shard" in graph.sent for graph in costs.graphs.values())
-    split, replicated = 2 * PRODUCTS + 2 * TABLE, 5 * MODEL.dim
+    split, replicated = 2 * MATMULS + 2 * TABLE, 5 * MODEL.dim
     parameters = split / 2 + replicated
     assert costs.full_elements == parameters
     assert costs.once["gather"].sent["dp_shard"] == 2 * parameters * 3 / 4
