@@ -1,4 +1,4 @@
-"""Measure steps of the debug mixture of experts by expert parallelism; also of torchtitan.
+"""Measure steps of the debug MoE model by expert parallelism; also of torchtitan.
 
     python scripts/benchmark_experts.py
     python scripts/benchmark_experts.py --torchtitan OTHER_VENV/bin/python --rounds 5

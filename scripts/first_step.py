@@ -10,7 +10,7 @@ AdamW. A program is imported by the ranks only, so that any Python with torch an
 run this file.
 
 torchtitan is its package of that name (0.3.0): its model, FSDP2 and its own way to compile, by
-block, of its `debugmodel`, or of a mixture with the sizes of ours, with SDPA in place of
+block, of its `debugmodel`, or of an MoE model with the sizes of ours, with SDPA in place of
 FlexAttention, which has no CPU kernel for backward, without activation checkpointing and
 validation, in float32 as the other one, experts of eager mode included; compiled, they are in
 bfloat16.
@@ -39,7 +39,7 @@ LOCAL_BATCH_SIZE = 4
 RANKS = 2
 TOKENS = RANKS * LOCAL_BATCH_SIZE * SEQ_LEN  # of a step
 VOCABULARY = 256  # of the random tokens
-MIXTURE = "qwen3_moe_debug"
+MOE = "qwen3_moe_debug"
 
 Step = Callable[[Tensor, Tensor], None]  # trains on (input, label), both (B, T)
 
@@ -160,10 +160,10 @@ def torchtitan_step(options: Options) -> tuple[Step, float, Callable[[], str]]:
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    if options.recipe == MIXTURE:
+    if options.recipe == MOE:
         import torchtitan.models.qwen3  # noqa: F401 - so that its time is one of imports
 
-        build_spec = functools.partial(torchtitan_mixture, options)
+        build_spec = functools.partial(torchtitan_moe, options)
     else:
         from torchtitan.models.llama3 import model_registry
 
@@ -220,7 +220,7 @@ def torchtitan_step(options: Options) -> tuple[Step, float, Callable[[], str]]:
     return step, imported, str
 
 
-def torchtitan_mixture(options: Options) -> Any:
+def torchtitan_moe(options: Options) -> Any:
     """Return torchtitan's spec of a Qwen3-MoE with the sizes of qwen3_moe_debug.toml."""
     from torchtitan.models import qwen3
     from torchtitan.models.common import CosSinRoPE
@@ -252,7 +252,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("program", choices=["titan_lite", "torchtitan"])
-    parser.add_argument("--recipe", default="debug_model", choices=["debug_model", MIXTURE])
+    parser.add_argument("--recipe", default="debug_model", choices=["debug_model", MOE])
     parser.add_argument("--blocks", type=int, default=6)
     backends = ["inductor", "aot_eager", "eager"]
     parser.add_argument("--backend", default="inductor", choices=backends)

@@ -7,9 +7,9 @@
 A turn of the speeds took eight minutes on an H200 with nothing compiled before.
 
 First correctness, side by side: the tests marked `gpu`; ten steps of the debug models, dense and a
-mixture, against the CPU, in float32 and in bfloat16; compiled against eager; float8 against
+MoE model, against the CPU, in float32 and in bfloat16; compiled against eager; float8 against
 bfloat16; each optimizer against the CPU; a run that is killed and resumed. Then speed and memory
-of 1B, of 8B and of a mixture with as many blocks as fit, in turn: eager, compiled, and a plain
+of 1B, of 8B and of an MoE model with as many blocks as fit, in turn: eager, compiled, and a plain
 FSDP2 loop of the same model, batch and precision, beside the prediction of `plan`. Exit code 1: a
 check failed. No network is needed: the text is the running Python's, the tokenizer the debug
 model's.
@@ -34,7 +34,7 @@ from typing import Any
 from titan_lite.metrics.run_files import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-DENSE, MIXTURE = "debug_model", "qwen3_moe_debug"
+DENSE, MOE = "debug_model", "qwen3_moe_debug"
 STEPS = 10
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 SMALL = ["--training.seq_len=64"]  # on a CPU, where the figures mean nothing
@@ -45,7 +45,7 @@ OFFLINE = [
 ]
 OFFLINE += ["--metrics.log_freq=1", "--metrics.no-enable_tensorboard", "--checkpoint.interval=1000"]
 BLOCKS_OF_8B = 8  # with which weights, gradients and AdamW's state take 41 GiB
-BLOCKS_OF_30B = 3  # of a mixture, likewise
+BLOCKS_OF_30B = 3  # of the MoE model, likewise
 SIDE_BY_SIDE = max(1, (os.cpu_count() or 1) // 2)  # checks, which run on one thread each
 
 
@@ -194,9 +194,9 @@ def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
 CHECKS = {
     "tests marked `gpu`": test_suite,
     "ten losses against the CPU's": partial(against_the_cpu, DENSE),
-    "those of a mixture": partial(against_the_cpu, MIXTURE),
+    "those of an MoE model": partial(against_the_cpu, MOE),
     "compiled against eager": partial(compiled_against_eager, DENSE),
-    "a mixture, compiled against eager": partial(compiled_against_eager, MIXTURE),
+    "an MoE model, compiled against eager": partial(compiled_against_eager, MOE),
     "float8 against bfloat16": float8_against_bfloat16,
     "optimizers against the CPU": optimizers_against_the_cpu,
     "killed and resumed against uninterrupted": killed_and_resumed,

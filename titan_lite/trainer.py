@@ -145,7 +145,7 @@ class Trainer:
 
     loader: Loader
     validation_loader: Loader | None
-    per_source: PerSource  # tokens and loss of each source of a mixture
+    per_source: PerSource  # tokens and loss of each source of a data mix
     validation_per_source: PerSource
     has_done_step: bool  # in this process
     has_validated: bool  # in this process, so that validation is compiled

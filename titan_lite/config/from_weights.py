@@ -98,7 +98,7 @@ READ = frozenset(
         *SIZES.values(),
     )
 )
-# Keys of mixtures of experts that change no logits, which other models do not have.
+# Keys of MoE models that change no logits, which other models do not have.
 HARMLESS_OF_EXPERTS = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
 # What a config.json of any family must have, if it has it.
 FIXED = {"is_causal": True, "use_sliding_window": False}

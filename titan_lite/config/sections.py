@@ -474,7 +474,7 @@ class Corpus(Section):
 
 
 class DataSource(Corpus):
-    """One corpus of a mixture."""
+    """One corpus of a data mix."""
 
     weight: float = Field(1.0, gt=0)
     """Share of the tokens, relative to the other sources' weights."""
@@ -719,7 +719,7 @@ class FaultTolerance(Section):
 class Debug(Section):
     """Settings to repeat a run exactly."""
 
-    # Without shuffling it decides only in which turns a mixture takes its sources: another one
+    # Without shuffling it decides only in which turns a mix takes its sources: another one
     # repeats and skips nothing, as another weight does.
     seed: Annotated[RestartsData[int], OnlyWith("data.shuffle", True)] = Field(
         0, ge=0, le=2**63 - 1

@@ -230,7 +230,7 @@ def open_corpus(data: Data, split: Split, listing: Listing) -> LocalCorpus | Hub
 def build_source(data: Data, *, split: Split, seed: int, listing: Listing | None = None) -> Source:
     """Return the source of one split of `data.dataset`. listing: None to list its documents now.
 
-    Of a mixture, `data.mixture()` has a [data] section for each source. Raises ConfigError if
+    Of a data mix, `data.mixture()` has a [data] section for each source. Raises ConfigError if
     nothing can be read. That a split has no document is an error only after an epoch has been read.
     """
     listing = listing or Listing(data)

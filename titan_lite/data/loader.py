@@ -161,7 +161,7 @@ class Loader(Iterator[Batch]):
         return times
 
     def source_lines(self) -> list[str]:
-        """Describe each source: its share of a mixture, and its size as far as it is known."""
+        """Describe each source: its share of the data mix, and its size as far as it is known."""
         data = self.packing.data
         sources = self.packing.sources
         table = data.key("dataset").partition(".")[0]  # data or validation

@@ -1,4 +1,4 @@
-"""Count tokens and loss of each source of a mixture, from the losses per sequence.
+"""Count tokens and loss of each source of a data mix, from the losses per sequence.
 
     per_source = PerSource(["web", "code"], mesh, device)
     per_source.read(batch.sources, counted)     # of a local batch: (B,), and counted labels (B,)
@@ -26,7 +26,7 @@ from titan_lite.manifest import validated
 
 
 class PerSource:
-    """Counts by source. names: those of the sources, () without a mixture."""
+    """Counts by source. names: those of the sources, () without a data mix."""
 
     def __init__(self, names: Sequence[str], mesh: DeviceMesh, device: torch.device):
         self.names = names

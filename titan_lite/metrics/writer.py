@@ -27,7 +27,7 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
     empty_documents         empty texts skipped since this start, if there were any
     short_documents         documents skipped since this start, with data.min_document_tokens
 
-of a mixture of experts, over the steps since the line before
+of an MoE model, over the steps since the line before
 
     expert_balance          E times the sum over experts of share of choices x mean probability,
                             the mean of layers: 1 if experts are equally loaded
@@ -38,7 +38,7 @@ of a mixture of experts, over the steps since the line before
                             equally loaded ones, the most of a layer and microbatch
     repeated_steps          likewise: steps that ran again with memory for all of them
 
-and for each source of a mixture, where NAME is the end of its path, or its dataset
+and for each source of a data mix, where NAME is the end of its path, or its dataset
 
     loss_by_source/NAME     nats per token of that source, over all steps since the line before
     tokens_by_source/NAME   tokens of the run, resumed parts included

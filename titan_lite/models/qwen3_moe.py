@@ -1,4 +1,4 @@
-"""Blocks of Qwen3's mixtures of experts (arXiv 2505.09388): Qwen3's attention, and experts in the
+"""Blocks of Qwen3's MoE models (arXiv 2505.09388): Qwen3's attention, and experts in the
 place of SwiGLU.
 
     block = build_block(QWEN3_MOE.flavors["debug"])

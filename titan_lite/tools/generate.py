@@ -134,7 +134,7 @@ def build_decoder(
 
 
 def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
-    """Raise ConfigError if the experts of a mixture cannot be computed in this dtype."""
+    """Raise ConfigError if the experts of an MoE model cannot be computed in this dtype."""
     words = str(dtype).removeprefix("torch.")
     for name, size, multiple in sizes_without_a_kernel(config, words):
         in_float32 = words != "float32" and not sizes_without_a_kernel(config, "float32")

@@ -8,7 +8,7 @@ RECIPE FOLDER       tokenize the recipe's [data] with its model.tokenizer_path i
 --section.key V     any key of the recipe, as in training
 
 Training on the folder reads the same tokens in the same order, and holds out the same documents, as
-training on the text. Of a mixture ([[data.sources]]) each source becomes a folder inside FOLDER,
+training on the text. Of a data mix ([[data.sources]]) each source becomes a folder inside FOLDER,
 and so do documents of [validation]. The tables for the recipe are printed.
 
 `datasets` does the work: Dataset.from_generator reads the documents, Dataset.map tokenizes them in

@@ -1,1 +1,1 @@
-"""Mixtures of experts in training: their balance, and the memory for their tokens."""
+"""Mixture of experts (MoE) in training: their balance, and the memory for their tokens."""

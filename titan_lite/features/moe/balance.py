@@ -1,4 +1,4 @@
-"""Keep the experts of a mixture equally loaded, by the same numbers on every layout.
+"""Keep the experts of an MoE model equally loaded, by the same numbers on every layout.
 
     apply_balance(model, "step", mesh)                          # on the meta device
     balance = ExpertBalance(model.stages, layout.model, ExpertsKeys.of(config), mesh, device)

@@ -1,4 +1,4 @@
-"""A mixture of experts in a run."""
+"""An MoE model in a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The keys of mixtures of experts, beside the shape of the model. Imports no torch."""
+"""The keys of MoE models, beside the shape of the model. Imports no torch."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from titan_lite.config.section import Section
 
 
 class ExpertsKeys(Section):
-    """Balance of a mixture of experts, which no layout changes, and their memory (docs/moe.md)."""
+    """Balance of experts, which no layout changes, and their memory (docs/moe.md)."""
 
     table: ClassVar[str] = "experts"
 

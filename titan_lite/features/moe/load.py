@@ -1,4 +1,4 @@
-"""Show which experts the routers of a mixture choose.
+"""Show which experts the routers of an MoE model choose.
 
     loads = balance.loads()                             # balance.py
     values = values_of(loads)                           # {"expert_balance": 1.02, ...}

@@ -40,14 +40,14 @@ class RunKind:
 
     model: str
     billions: float  # parameters
-    active_billions: float  # parameters that a token is multiplied by: fewer in a mixture
+    active_billions: float  # parameters that a token is multiplied by: fewer of an MoE model
     device: str
     power: float  # watts that the device is limited to
     precision: str  # of matmuls
     mode: str  # eager, or the backend of torch.compile
 
     @property
-    def is_mixture(self) -> bool:
+    def is_moe(self) -> bool:
         return self.active_billions < self.billions
 
     @property
@@ -91,9 +91,9 @@ class PublishedRun:
 
 
 # What runs need not have in common, one facet after the other, until a class has LEAST_RUNS.
-SPEED_FACETS = ("power", "size", "mode", "precision", "device", "mixture")
+SPEED_FACETS = ("power", "size", "mode", "precision", "device", "moe")
 # Bytes are those of any device; the number of blocks and stages decides what is kept of them.
-MEMORY_FACETS = ("power", "device", "precision", "mode", "size", "mixture")
+MEMORY_FACETS = ("power", "device", "precision", "mode", "size", "moe")
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class Evidence:
             del shown["device"]
         words = [word for facet, word in shown.items() if facet not in self.differ_in]
         if not words:
-            words = ["of mixtures" if self.kind.is_mixture else "of dense models"]
-            if "mixture" in self.differ_in:
+            words = ["of MoE models" if self.kind.is_moe else "of dense models"]
+            if "moe" in self.differ_in:
                 words = ["all"]
         return ", ".join(words)
 
@@ -237,7 +237,7 @@ def _unlike(one: RunKind, other: RunKind) -> set[str]:
         "power": one.limited == other.limited,
         "precision": one.precision == other.precision,
         "mode": one.mode == other.mode,
-        "mixture": one.is_mixture == other.is_mixture,
+        "moe": one.is_moe == other.is_moe,
         "size": one.is_of_size(other),
     }
     return {facet for facet, is_alike in alike.items() if not is_alike}

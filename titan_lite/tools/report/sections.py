@@ -165,11 +165,11 @@ def exposed_share(reports: Iterable[Mapping[str, Any]]) -> str:
     return f"{milliseconds(exposed)} of {milliseconds(seconds)} ms"
 
 
-# --- Sources of a mixture -------------------------------------------------------------------------
+# --- Sources of a data mix ------------------------------------------------------------------------
 
 
 def sources(runs: Sequence[RunRecord]) -> str:
-    """Return the table of tokens and losses of each source of a mixture."""
+    """Return the table of tokens and losses of each source of a data mix."""
     rows = [line for run in runs for line in source_rows(run, named=len(runs) > 1)]
     if not rows:
         return ""
@@ -213,7 +213,7 @@ def source_rows(run: RunRecord, *, named: bool) -> list[str]:
 
 
 def experts(runs: Sequence[RunRecord]) -> str:
-    """Return a picture for each run of a mixture: the load of each expert over layers."""
+    """Return a picture for each run of an MoE model: the load of each expert over layers."""
     pictures = [picture_of_experts(run) for run in runs if run.experts]
     if not pictures:
         return ""

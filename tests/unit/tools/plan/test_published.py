@@ -138,7 +138,7 @@ def test_the_narrowest_class_with_three_runs_is_the_evidence(others, count, diff
         ({"mode": "eager"}, "mode"),
         ({"precision": "float8"}, "precision"),
         ({"device": "H200"}, "device"),
-        ({"billions": 30.0, "active_billions": 3.0, "device": "H200"}, "mixture"),
+        ({"billions": 30.0, "active_billions": 3.0, "device": "H200"}, "moe"),
     ],
 )
 def test_with_fewer_it_is_the_next_wider_class(other, differs):
