@@ -230,7 +230,7 @@ def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
     assert "nothing to do: step 6 is done" in again.stdout
     longer = trained(tmp_path, *options, *steps(8))
     assert longer.returncode == 2
-    assert "the step has only the model" in longer.stdout
+    assert "the checkpoint has only the model" in longer.stdout
 
 
 @pytest.mark.parametrize(

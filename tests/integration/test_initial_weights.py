@@ -331,7 +331,7 @@ def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
     assert train(1, DEBUG, tmp_path / "run", *options).returncode == 0
     more = train(1, DEBUG, tmp_path / "run", *options, *steps(2))
     assert more.returncode == 0
-    assert "has no effect: the run resumes from its own step 1" in more.stdout
+    assert "has no effect: the run resumes from its own step-1" in more.stdout
     assert "weights from" not in more.stdout
     # Another run's folder will do, and is not written to.
     before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
@@ -339,7 +339,7 @@ def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
         1, DEBUG, tmp_path / "other", *OPTIONS, f"--checkpoint.initial_load_path={tmp_path / 'run'}"
     )
     assert (
-        f"weights from {tmp_path / 'run'}/checkpoint/step-2, a step of titan_lite in float32"
+        f"weights from {tmp_path / 'run'}/checkpoint/step-2, a checkpoint of titan_lite in float32"
         in other.stdout
     )
     assert before == sorted(path.name for path in (tmp_path / "run").rglob("*"))

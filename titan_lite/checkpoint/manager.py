@@ -436,15 +436,15 @@ class Checkpointer(SavedSteps):
             return ""
         if step != self.last_attempted or self.background_save is not None:
             return "saving, then "
-        return f"the newest step on disk is {self.newest_saved}; "
+        return f"the newest checkpoint is step-{self.newest_saved}; "
 
     def describe_newest(self) -> str:
         """Return the step that a restarted run resumes from, in words. Waits for a running save."""
         if not self.config.enable:
-            return "checkpoint.enable = false, so there is no step to resume from"
+            return "checkpoint.enable = false, so there is no checkpoint to resume from"
         with suppress(CheckpointError):
             self.wait()
-        restart = "begins again, as there is no step"
+        restart = "begins again, as there is no checkpoint"
         if self.newest_saved:
             restart = f"resumes from {self.path_of(self.newest_saved)}"
         return f"started again, by hand or by the launcher, the run {restart}"
@@ -454,7 +454,7 @@ class Checkpointer(SavedSteps):
         self._check_lock()
         path = self.path_of(step)
         if os.path.lexists(path):
-            raise CheckpointError(f"{path} exists, and no step is overwritten; move it away")
+            raise CheckpointError(f"{path} exists, and no checkpoint is overwritten; move it away")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers(of_all_groups=not self.run)
         free = shutil.disk_usage(self.folder).free
@@ -514,7 +514,7 @@ class Checkpointer(SavedSteps):
                 manifest.sync(self.folder)
                 shutil.rmtree(renamed)
         except OSError as error:
-            logger.warning(f"an old step was not deleted: {error}")
+            logger.warning(f"an old checkpoint was not deleted: {error}")
 
     def _remove_leftovers(self, *, of_all_groups: bool) -> None:
         """Delete half-written and half-deleted steps of a killed run.

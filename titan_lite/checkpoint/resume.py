@@ -79,7 +79,7 @@ NEW_ENTRIES = {
     ("numerics", "gradients are summed once a"),
 }
 
-ONLY_MODEL = "the step has only the model"
+ONLY_MODEL = "the checkpoint has only the model"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Changes:
     def _refuse(self, effect: Effect, texts: list[str], instead: str) -> None:
         fix = "the old value"
         if ONLY_MODEL in texts:
-            fix = "a step that has the optimizer's state"
+            fix = "a checkpoint that has the optimizer's state"
         raise ConfigError(
             f"{self.folder}: {effect.value}: {'; '.join(texts)}; use {fix}, or {instead}"
         )
@@ -157,8 +157,8 @@ def compare(saved: SavedState, identity: RunIdentity, documents: DocumentsOfRun)
     """
     if not saved.identity.recipe:
         raise ConfigError(
-            f"{saved.folder}/{STATE} does not have the recipe of a run; use a step that a run of"
-            " titan_lite saved, or another job.dump_folder"
+            f"{saved.folder}/{STATE} does not have the recipe of a run; use a checkpoint that a"
+            " run of titan_lite saved, or another job.dump_folder"
         )
     with fields_of(f"{saved.folder}/{STATE}"):
         was = _as_json(saved.identity)
@@ -282,7 +282,7 @@ def _restarted(saved: SavedState, added: Mapping[str, Mapping[str, int]]) -> lis
     for first, now in added.items():
         was = saved.identity.added_tensors.get(first, {})
         if first not in saved.tensors:
-            found.append((first, "the step has none"))
+            found.append((first, "the checkpoint has none"))
         elif was != now:
             differences = leaves_that_differ(was, now)
             text = ", ".join(

@@ -120,13 +120,13 @@ class SavedSteps:
         if present:
             reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
             raise ConfigError(
-                f"{self.key}: all steps in {self.folder} are damaged ({reasons}); to start a new"
-                " run, move them away or use another job.dump_folder"
+                f"{self.key}: all checkpoints in {self.folder} are damaged ({reasons}); to start a"
+                " new run, move them away or use another job.dump_folder"
             )
         if self.config.must_resume:
             raise ConfigError(
-                f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to"
-                " start a new run"
+                f"checkpoint.must_resume = true: there is no checkpoint in {self.folder}; use false"
+                " to start a new run"
             )
         return None
 
@@ -141,9 +141,9 @@ class SavedSteps:
                 faults[other] = fault
         intact = [other for other in present if other not in faults]
         if step not in intact:
-            why = f"there is no such step in {self.folder}"
+            why = f"there is no such checkpoint in {self.folder}"
             if step in faults:
-                why = f"the step is damaged: {faults[step]}"
+                why = f"the checkpoint is damaged: {faults[step]}"
             steps = ", ".join(str(other) for other in intact) or "none"
             raise ConfigError(
                 f"checkpoint.load_step = {step}: {why}; it has {steps}; use -1 for the newest"
@@ -155,9 +155,9 @@ class SavedSteps:
         if recipe.get("checkpoint", {}).get("load_step") == step:
             return newest
         raise ConfigError(
-            f"checkpoint.load_step = {step}: {self.folder} has newer steps, up to {newest}, which"
-            f" this run would save again; move them away, or copy step-{step} into the checkpoint"
-            " folder of another job.dump_folder"
+            f"checkpoint.load_step = {step}: {self.folder} has newer checkpoints, up to {newest},"
+            f" which this run would save again; move them away, or copy step-{step} into the"
+            " checkpoint folder of another job.dump_folder"
         )
 
     def read_state(self, step: int) -> SavedState:

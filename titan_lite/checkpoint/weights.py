@@ -1,7 +1,6 @@
-"""Read a model's weights from a step of titan_lite, a checkpoint of torchtitan, or a Hugging Face
-folder.
+"""Read a model's weights: of titan_lite or torchtitan, or from a Hugging Face folder.
 
-    weights = open_weights("outputs/debug_model")     # a run's newest step, or any folder
+    weights = open_weights("outputs/debug_model")     # a run's newest checkpoint, or any folder
     weights.config                                    # the model's shape
     weights.read("layers.3.attention.wq.weight")      # an unsharded tensor, our name and layout
     load(weights, dict(model.named_parameters()))     # into a model on any layout
@@ -202,8 +201,8 @@ class TorchtitanFolder(_DcpFolder):
         if self.theirs.rotary and QUERIES in stored:
             raise ConfigError(
                 f"{folder} has {QUERIES}, a name of titan_lite and of torchtitan 0.2, whose rows"
-                f" of model.name = {shown(config.family)} are in different orders; use a step that"
-                " titan_lite has saved, torchtitan 0.3, or a Hugging Face folder"
+                f" of model.name = {shown(config.family)} are in different orders; use a checkpoint"
+                " that titan_lite or torchtitan 0.3 has saved, or a Hugging Face folder"
             )
         if config.tied_embeddings and "output.weight" in ours:  # torchtitan stores them twice
             del stored[ours["output.weight"]]
@@ -429,17 +428,17 @@ def open_weights(
         raise error_because_of(error, f"{subject}: {error.filename}: {error.strerror}") from None
     if steps:
         raise ConfigError(
-            f"{subject}: all of its {len(steps)} steps are damaged; use another folder"
+            f"{subject}: all of its {len(steps)} checkpoints are damaged; use another folder"
         )
     raise ConfigError(
-        f"{subject} {why_not_weights(folder)}; use a step (such as"
+        f"{subject} {why_not_weights(folder)}; use a checkpoint (such as"
         " outputs/NAME/checkpoint/step-100), a run's folder, a checkpoint of torchtitan, or a"
         " Hugging Face folder (config.json and *.safetensors)"
     )
 
 
 def _open_checkpoint(folder: Path, every_byte: bool, model: ModelConfig | None) -> Weights:
-    """Open a step of titan_lite, or a checkpoint of torchtitan.
+    """Open a checkpoint of titan_lite or of torchtitan.
 
     Raises ConfigError, and CorruptFileError for a broken one.
     """
@@ -512,11 +511,11 @@ def _kept_step(path: str, run_folder: Path) -> str:
                 if content["initial_load_path"] == os.path.abspath(path):
                     step = str(content["step"])
         except CorruptFileError as damage:
-            error = f"{run_folder}: {damage}; remove that file to begin from the newest step"
+            error = f"{run_folder}: {damage}; remove that file to begin from the newest checkpoint"
         if step and not Path(step).is_dir():
             error = (
                 f'checkpoint.initial_load_path = "{path}": this run has begun from {step}, which is'
-                f" not there any more; remove {file} to begin from the newest step"
+                f" not there any more; remove {file} to begin from the newest checkpoint"
             )
     if shared_error := first_nonempty(error):
         raise ConfigError(shared_error)

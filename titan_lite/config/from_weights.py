@@ -130,7 +130,7 @@ def read_model(path: str, family: str = "") -> ModelOfWeights | None:
             if folder_kind(step) in (STEP, TORCHTITAN):
                 return _model_of_checkpoint(step, family)
         why = why_not_weights(folder)
-        raise ConfigError(f"{why}; use a Hugging Face folder, a step or a run's folder")
+        raise ConfigError(f"{why}; use a Hugging Face folder, a checkpoint or a run's folder")
     except ConfigError as error:
         raise ConfigError(f"{KEY} = {shown(path)}: {error}") from None
 

@@ -312,7 +312,7 @@ def _fill_from_weights(tables: Tables, origins: Origins, name: str) -> list[Wron
     if not path:
         return _no_model(
             f'{origins["model.flavor"]}: model.flavor = "{FROM_WEIGHTS}" needs {INITIAL_LOAD_PATH};'
-            " use a Hugging Face folder, a step or a run's folder as that"
+            " use a Hugging Face folder, a checkpoint or a run's folder as that"
         )
     try:
         weights = read_model(path, _family_in(tables))

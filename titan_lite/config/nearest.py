@@ -42,7 +42,7 @@ OF_TORCHTITAN = {
         "not needed: of checkpoint.initial_load_path only the model is read"
     ),
     "checkpoint.last_save_in_hf": (
-        "use titan-lite convert, which writes a step as a Hugging Face folder"
+        "use titan-lite convert, which writes a checkpoint as a Hugging Face folder"
     ),
     "checkpoint.model_weights_only": "use checkpoint.last_save_model_only",
     "comm.mode": "use titan-lite recipe --world-size N RECIPE, which checks a layout without GPUs",

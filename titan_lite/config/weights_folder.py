@@ -15,7 +15,7 @@ from titan_lite import manifest
 from titan_lite.config.errors import ConfigError
 
 # Kinds of folders.
-STEP = "a step of titan_lite"
+STEP = "a checkpoint of titan_lite"
 TORCHTITAN = "a checkpoint of torchtitan"
 HUGGING_FACE = "a Hugging Face folder"
 

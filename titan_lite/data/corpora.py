@@ -97,8 +97,8 @@ class LocalCorpus:
         if size != self.sizes[file]:
             raise ConfigError(
                 f"{file} was changed while the run reads it ({size:,} bytes, and had"
-                f" {self.sizes[file]:,}): use the file as it was to resume from the newest step,"
-                " or start with checkpoint.restart_data = true"
+                f" {self.sizes[file]:,}): use the file as it was to resume from the newest"
+                " checkpoint, or start with checkpoint.restart_data = true"
             )
 
 

@@ -67,7 +67,7 @@ def initial_weights_fit_the_model(config: Config, layout: Layout) -> Iterator[Mi
     if step is None:
         yield from told_by(key, lambda: open_weights(path, key, model=layout.model))
     else:
-        logger.info(f'{key} = "{path}" has no effect: the run resumes from its own step {step}')
+        logger.info(f'{key} = "{path}" has no effect: the run resumes from its own step-{step}')
 
 
 @rule_of_machine

@@ -1,12 +1,12 @@
-"""Convert weights between a run's steps, Hugging Face's format and torchtitan's.
+"""Convert weights between a run's checkpoints, Hugging Face's format and torchtitan's.
 
-    titan-lite convert outputs/debug_model exported       # the newest step, for transformers
-    titan-lite convert Llama-3.1-8B initial               # a step, for checkpoint.initial_load_path
+    titan-lite convert outputs/debug_model exported       # the newest checkpoint, for transformers
+    titan-lite convert Llama-3.1-8B initial               # ours, for checkpoint.initial_load_path
     titan-lite convert outputs/debug_model theirs --to torchtitan     # the model only
 
 Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if
 the program is killed, delete it by hand. Tensors are converted one by one: memory is needed for two
-tensors of a step, or those of one safetensors file.
+tensors of a checkpoint, or those of one safetensors file.
 """
 
 import dataclasses
@@ -345,9 +345,8 @@ def main(arguments: Sequence[str]) -> None:
         shard_bytes = (options.max_shard_size or DEFAULT_SHARD_GB) * 1e9
         write_hf(options.target, weights, dtype, tokenizer, shard_bytes=shard_bytes)
     elif options.max_shard_size is not None:
-        kind = "a step" if target == "step" else "a checkpoint of torchtitan"
         raise ConfigError(
-            f"--max-shard-size {options.max_shard_size}: {kind} has a file for each tensor;"
+            f"--max-shard-size {options.max_shard_size}: a checkpoint has a file for each tensor;"
             " leave it out, or use --to hf"
         )
     else:
@@ -360,12 +359,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def build_parser() -> Parser:
     parser = Parser(__doc__)
-    parser.add_argument("source", help="a step, a run's folder, or a Hugging Face folder")
+    parser.add_argument("source", help="a checkpoint, a run's folder, or a Hugging Face folder")
     parser.add_argument("target", type=Path, help="a new folder")
     parser.add_argument(
         "--to",
         choices=("hf", "step", "torchtitan"),
-        help="the format to write (default: hf from a step, and a step from anything else)",
+        help="the format to write (default: hf from our checkpoints, and step from others)",
     )
     parser.add_argument(
         "--dtype",

@@ -292,7 +292,7 @@ def build_parser() -> Parser:
     default = "(default %(default)s)"
     parser.add_argument(
         "checkpoint",
-        help="a run's folder (its newest complete step), a checkpoint, or a Hugging Face folder",
+        help="a run's folder (its newest complete one), a checkpoint, or a Hugging Face folder",
     )
     parser.add_argument(
         "--prompt",

@@ -193,7 +193,7 @@ def test_a_step_that_is_there_is_not_overwritten(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoint").rglob("*")}
     with pytest.raises(
         CheckpointError,
-        match=r"step 1 was not saved in .*step-1 exists, and no step is overwritten",
+        match=r"step 1 was not saved in .*step-1 exists, and no checkpoint is overwritten",
     ):
         steps_of.save(1, tensors(3), RunState())
     assert {
@@ -306,7 +306,7 @@ def test_old_steps_go_whole_and_invalid_ones_do_not_count(tmp_path, monkeypatch,
         save(tmp_path, 5, keep_latest_k=2)
         assert names(tmp_path) == ["deleting-step-2", "step-3", "step-4", "step-5"]
         save(tmp_path, 6, keep_latest_k=0)
-    assert "an old step was not deleted: [Errno 5] Input/output error" in log
+    assert "an old checkpoint was not deleted: [Errno 5] Input/output error" in log
     assert any(
         "deleting-step-2, left by a killed run, was not removed: [Errno 5]" in line for line in log
     )
@@ -350,7 +350,7 @@ def test_a_damaged_step_is_named_and_the_one_before_is_taken(damage, name, tmp_p
     assert names(tmp_path) == ["invalid-step-2", "step-1"]
     assert_step(save(tmp_path, 2), 2)  # as the run comes to it again
     DAMAGES[damage](tmp_path / "checkpoint/step-2" / name)
-    with pytest.raises(ConfigError, match=f"load_step = 2: the step is damaged: .*{name}"):
+    with pytest.raises(ConfigError, match=f"load_step = 2: the checkpoint is damaged: .*{name}"):
         of(tmp_path, load_step=2).verified_step()
 
 
@@ -419,7 +419,7 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_one_without_steps(tmp_pat
 def test_the_command_that_named_a_step_goes_on_from_a_newer_one_of_its_own(tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
-    with pytest.raises(ConfigError, match="has newer steps, up to 2"):
+    with pytest.raises(ConfigError, match="has newer checkpoints, up to 2"):
         of(tmp_path, load_step=1).step_to_load()
     steps_of = of(tmp_path)
     steps_of.save(3, tensors(3), RunState(RunIdentity(recipe={"checkpoint": {"load_step": 1}})))
@@ -431,12 +431,12 @@ def test_which_step_is_loaded(tmp_path):
     assert Checkpointer(Checkpoint(), tmp_path).step_to_load() is None
     with pytest.raises(
         ConfigError,
-        match=r"must_resume = true: there is no step in .*checkpoint; use false to start a new run",
+        match=r"must_resume = true: there is no checkpoint in .*checkpoint; use false to start a new run",
     ):
         of(tmp_path, must_resume=True).step_to_load()
     with pytest.raises(
         ConfigError,
-        match=r"load_step = 4: there is no such step in .*checkpoint; it has none; use -1",
+        match=r"load_step = 4: there is no such checkpoint in .*checkpoint; it has none; use -1",
     ):
         of(tmp_path, load_step=4).verified_step()
     save(tmp_path, 2, 10)
@@ -444,17 +444,18 @@ def test_which_step_is_loaded(tmp_path):
     assert of(tmp_path, load_step=10).verified_step() == 10
     with pytest.raises(
         ConfigError,
-        match=r"load_step = 4: there is no such step in .*; it has 2, 10; use -1 for the newest",
+        match=r"load_step = 4: there is no such checkpoint in .*; it has 2, 10; use -1 for the newest",
     ):
         of(tmp_path, load_step=4).step_to_load()
     with pytest.raises(
-        ConfigError, match=r"load_step = 2: .* has newer steps, up to 10, which this run would save"
+        ConfigError,
+        match=r"load_step = 2: .* has newer checkpoints, up to 10, which this run would save",
     ):
         of(tmp_path, load_step=2).step_to_load()
     (tmp_path / "checkpoint/step-10/manifest.json").unlink()
     with pytest.raises(
         ConfigError,
-        match=r"load_step = 10: the step is damaged: manifest.json is missing; it has 2; use -1",
+        match=r"load_step = 10: the checkpoint is damaged: manifest.json is missing; it has 2; use -1",
     ):
         of(tmp_path, load_step=10).step_to_load()
     assert of(tmp_path, load_step=2).step_to_load() == 2
@@ -462,7 +463,7 @@ def test_which_step_is_loaded(tmp_path):
     for must_resume in (True, False):  # never a new run in silence
         with pytest.raises(
             ConfigError,
-            match=r"all steps in .* are damaged \(step-2: __0_0.*step-10: manifest.*move them away",
+            match=r"all checkpoints in .* are damaged \(step-2: __0_0.*step-10: manifest.*move them away",
         ):
             of(tmp_path, must_resume=must_resume).verified_step()
 
@@ -661,7 +662,7 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused_before_anything_is_trai
     [
         (5, 5, True, "saving, then "),
         (7, 7, True, ""),
-        (5, 7, True, "the newest step on disk is 5; "),
+        (5, 7, True, "the newest checkpoint is step-5; "),
         (5, 5, False, "checkpoint.enable = false, so nothing is saved; "),
     ],
 )
@@ -727,7 +728,7 @@ def test_a_step_that_another_copy_has_saved_meanwhile_is_saved(tmp_path, log):
 def test_a_step_that_another_copy_has_saved_damaged_is_not_saved(tmp_path):
     first, second = of_copy(tmp_path, 0), of_copy(tmp_path, 1)
     first.path_of(2).mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="exists, and no step is overwritten"):
+    with pytest.raises(CheckpointError, match="exists, and no checkpoint is overwritten"):
         second.save(2, tensors(2), RunState())
     assert not second.save_lock.is_held_by_another()
 

@@ -364,7 +364,7 @@ def test_other_data_is_refused_unless_it_may_restart():
 def test_a_step_without_optimizer_is_refused_unless_that_is_accepted_or_the_step_is_the_last():
     changes = compared(saved(tensors=("model",)), identity())
     assert (
-        "a step that has the optimizer's state, or checkpoint.accept_model_only = true"
+        "a checkpoint that has the optimizer's state, or checkpoint.accept_model_only = true"
         in refused(changes, restart_data=True)
     )
     changes.refuse_unless_accepted(Checkpoint(accept_model_only=True))

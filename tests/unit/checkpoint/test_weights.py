@@ -586,7 +586,7 @@ def test_the_newest_whole_step_of_a_run_is_taken(step, tmp_path):
     flip(tmp_path / "checkpoint/step-10/__0_0.distcp")
     assert open_weights(tmp_path, every_byte=True).folder.name == "step-3"
     cut_short(tmp_path / "checkpoint/step-3/__0_0.distcp")
-    with pytest.raises(ConfigError, match="all of its 2 steps are damaged"):
+    with pytest.raises(ConfigError, match="all of its 2 checkpoints are damaged"):
         open_weights(tmp_path, every_byte=True)
 
 
@@ -623,12 +623,15 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
     [
         (["nowhere", "out"], "nowhere is not a folder"),
         (["STEP", "STEP"], "nothing is overwritten"),
-        (["STEP", "STEP/exported"], "TARGET STEP/exported: lies within STEP, a step of titan_lite"),
-        (["STEP", "link/a/b"], "TARGET link/a/b: lies within STEP, a step of titan_lite"),
+        (
+            ["STEP", "STEP/exported"],
+            "TARGET STEP/exported: lies within STEP, a checkpoint of titan_lite",
+        ),
+        (["STEP", "link/a/b"], "TARGET link/a/b: lies within STEP, a checkpoint of titan_lite"),
         (["STEP", "out", "--max-shard-size", "0"], "--max-shard-size 0.0: use GB above 0"),
         (
             ["STEP", "out", "--to", "step", "--max-shard-size", "1"],
-            "--max-shard-size 1.0: a step has a file for each tensor",
+            "--max-shard-size 1.0: a checkpoint has a file for each tensor",
         ),
         (["STEP", "out", "--tokenizer", "nowhere"], "--tokenizer nowhere: no such file"),
         (
@@ -789,7 +792,7 @@ def test_a_run_that_starts_again_begins_from_the_step_of_its_first_start(
     assert refused == (
         f'checkpoint.initial_load_path = "{tmp_path}/pretraining": this run has begun from'
         f" {pretraining}/step-1, which is not there any more; remove {tmp_path}/run/"
-        "initial_step.json to begin from the newest step"
+        "initial_step.json to begin from the newest checkpoint"
     )
     (tmp_path / "run/initial_step.json").write_text("{}")
     assert "initial_step.json has no 'initial_load_path'; remove that file" in started(

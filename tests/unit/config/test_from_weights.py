@@ -167,7 +167,9 @@ def test_a_run_with_steps_whose_weights_are_gone_is_told_the_way_on(folder, tmp_
     resolved = to_toml(load(tmp_path, RECIPE, *options))
     (folder / "config.json").unlink()
     (message,) = mistakes(tmp_path, RECIPE, *options)
-    assert message.endswith("has no weights; use a Hugging Face folder, a step or a run's folder")
+    assert message.endswith(
+        "has no weights; use a Hugging Face folder, a checkpoint or a run's folder"
+    )
     (run / "checkpoint/step-20").mkdir(parents=True)
     (run / "config.toml").write_text(resolved)
     (message,) = mistakes(tmp_path, RECIPE, *options)

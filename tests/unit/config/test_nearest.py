@@ -51,7 +51,7 @@ def test_a_recipe_of_torchtitan_gets_a_line_for_each_key_with_ours(tmp_path):
         'key export_dtype = "float32" in [checkpoint]; use the option --dtype of titan-lite convert',
         f'key hf_assets_path = "./assets/hf/Llama-3.1-8B" in [model]; {tokenizer}',
         'key implementation = "fused" in [optimizer]; not needed: the update of AdamW is fused',
-        "key last_save_in_hf = true in [checkpoint]; use titan-lite convert, which writes a step as"
+        "key last_save_in_hf = true in [checkpoint]; use titan-lite convert, which writes a checkpoint as"
         " a Hugging Face folder",
         f"key print_config = false in [job]; {printed}",
         'key save_tb_folder = "tb" in [metrics]; not needed: it is tb/ in job.dump_folder',

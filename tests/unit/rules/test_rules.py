@@ -313,7 +313,7 @@ def test_a_run_writes_into_no_step(options, inner, tmp_path):
         (tmp_path / "step-12" / name).touch()
     options = [option.replace("HERE", str(tmp_path)) for option in options]
     config = load_config(DEBUG, options)
-    words = f"{tmp_path}/{inner} lies within {tmp_path}/step-12, a step of titan_lite"
+    words = f"{tmp_path}/{inner} lies within {tmp_path}/step-12, a checkpoint of titan_lite"
     with pytest.raises(
         ConfigError, match=rf"job\.dump_folder = .*{words}.* a folder outside of it"
     ):
@@ -355,7 +355,7 @@ def test_a_recipe_in_the_folder_of_the_run_is_not_replaced(tmp_path):
             ["--data.dataset=local", "--data.path=nowhere/*.txt"],
             r"data.path = .*nowhere.* no file matches",
         ),
-        (["--checkpoint.load_step=9"], r"checkpoint.load_step = 9: there is no such step"),
+        (["--checkpoint.load_step=9"], r"checkpoint.load_step = 9: there is no such checkpoint"),
     ],
 )
 def test_an_input_that_is_not_there_is_named(options, message, tmp_path):

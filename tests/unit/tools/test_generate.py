@@ -299,7 +299,7 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
         == 0
     )
     assert (
-        f"{tmp_path}/checkpoint/step-10, a step of titan_lite; cpu, bfloat16"
+        f"{tmp_path}/checkpoint/step-10, a checkpoint of titan_lite; cpu, bfloat16"
         in capsys.readouterr().err
     )
 
