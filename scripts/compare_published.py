@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from titan_lite.collectives import all_reduce
+from titan_lite.collectives import Axis, all_reduce
 from titan_lite.config import load_config
 from titan_lite.config.load import option, read_toml
 from titan_lite.cost.machine import GIB, Machine
@@ -161,10 +161,12 @@ class LossParallel(torch.autograd.Function):
 
 
 def loss_parallel(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard) -> Tensor:
-    if vocabulary.degree == 1:
+    if vocabulary.axis.degree == 1:
         return cross_entropy(logits, labels)
     first = vocabulary.entries.start
-    losses = LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, vocabulary.group)
+    losses = LossParallel.apply(
+        logits.flatten(0, 1), labels.flatten(), first, vocabulary.axis.group
+    )
     return losses.view(labels.shape).sum(1)
 
 
@@ -253,7 +255,7 @@ def planned(run: Run) -> Plan:
     if run.model == "titan_lite":
         return make_plan(layout, run.machine)
     of_2024 = run.model == "torchtitan 2024"
-    entries = VocabularyShard(layout.model.vocab_size, degree=layout.degrees["tp"]).entries
+    entries = VocabularyShard(layout.model.vocab_size, Axis(degree=layout.degrees["tp"])).entries
     logits = torch.Size((layout.tokens_per_microbatch, len(entries)))
     tracing = functools.partial(start_tracing_their_model, of_2024=of_2024, logits=logits)
     replay = ReplayOf2024 if of_2024 else Replay

@@ -8,6 +8,8 @@ They wait for their results. Traced, a collective and its wait are two nodes of 
 passes move apart; `collectives` has their operators. titan_lite/graph.py asks a graph about them.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,20 @@ from torch.distributed._functional_collectives import _are_we_tracing
 collectives = torch.ops._c10d_functional
 # renamed in torch 2.13
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along a mesh axis; by default one rank alone. Plain values, so that tracing sees
+    constants.
+    """
+
+    group: str = ""  # name of their process group
+    degree: int = 1
+    rank: int = 0  # this rank's, along the axis
+
+
+ALONE = Axis()
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:

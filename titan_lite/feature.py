@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from titan_lite.alone import Alone
+    from titan_lite.collectives import Axis
     from titan_lite.compile.joint import SplitBackward
     from titan_lite.compile.schedule import Pass
     from titan_lite.config import Config
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from titan_lite.distributed.layout import Layout
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
-    from titan_lite.distributed.tensor_parallel import Axis
     from titan_lite.hooks import Hook
     from titan_lite.models.transformer import Transformer
     from titan_lite.optim.build import PartOptimizer

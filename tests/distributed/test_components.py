@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from titan_lite.collectives import Axis
 from titan_lite.compile.compile import compile_function
 from titan_lite.config import Compile
 from titan_lite.models.loss import Loss, VocabularyShard
@@ -26,7 +27,7 @@ def of_kind(backend, chunk, dtype):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     generator = torch.Generator().manual_seed(0)
-    shard = VocabularyShard(61, dist.get_rank(), 2, dist.group.WORLD.group_name)
+    shard = VocabularyShard(61, Axis(dist.group.WORLD.group_name, 2, dist.get_rank()))
     own = shard.entries
     hidden = torch.randn(2, 5, 8, generator=generator).to(dtype)
     weight = torch.randn(61, 8, generator=generator)[own.start : own.stop].to(dtype)

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.families import LLAMA3
-from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel, axis_of
+from titan_lite.distributed.mesh import axis_of
+from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel
 from titan_lite.models.loss import VocabularyShard, cross_entropy, cross_entropy_on_ranks
 from titan_lite.models.transformer import Transformer
 from titan_lite.optim.build import build_optimizer
@@ -213,7 +214,7 @@ def loss_alone():
         whole = logits.to(dtype).clone().requires_grad_()
         part = whole.detach().tensor_split([16, 32, 48], dim=-1)[tp.rank].clone().requires_grad_()
         expected = cross_entropy(whole, labels)
-        shard = VocabularyShard(61, tp.rank, tp.degree, tp.group)
+        shard = VocabularyShard(61, tp)
         found = cross_entropy_on_ranks(part, labels, shard)
         (2 * expected).sum().backward()
         (2 * found).sum().backward()

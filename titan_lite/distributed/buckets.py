@@ -51,7 +51,7 @@ class Bucket:
 
         tables: memory for the copies, from `allocate_tables`.
         """
-        gathered = started.wait().view(self.specs[0].shard_degree, -1)
+        gathered = started.wait().view(self.specs[0].axis.degree, -1)
         if len(self.specs) == 1:
             return self.weights_of([gathered])
         if tables is None:
@@ -64,14 +64,14 @@ class Bucket:
         first = self.specs[0]
         device = local(self.parameters[0]).device
         return [
-            torch.empty(first.shard_degree, numel, dtype=first.gather_dtype, device=device)
+            torch.empty(first.axis.degree, numel, dtype=first.gather_dtype, device=device)
             for numel in self._numels
         ]
 
     def weights_of(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded parameters: views of `tables`."""
         return [
-            table.view(spec.chunk * spec.shard_degree, *spec.row_shape)[: spec.rows]
+            table.view(spec.chunk * spec.axis.degree, *spec.row_shape)[: spec.rows]
             for spec, table in zip(self.specs, tables, strict=True)
         ]
 
@@ -79,8 +79,8 @@ class Bucket:
         """Start to sum unsharded gradients over the first group, as one flat tensor."""
         tables = []
         for spec, gradient in zip(self.specs, gradients, strict=True):
-            padded = pad_rows(gradient.to(spec.reduce_dtype), spec.chunk * spec.shard_degree)
-            tables.append(padded.reshape(spec.shard_degree, -1))
+            padded = pad_rows(gradient.to(spec.reduce_dtype), spec.chunk * spec.axis.degree)
+            tables.append(padded.reshape(spec.axis.degree, -1))
         self.as_one.record()
         return self.as_one.start_reduce(_cat(tables, 1).view(-1))
 
@@ -105,12 +105,10 @@ class Bucket:
     def as_one(self) -> ShardSpec:
         """Spec of one flat parameter with as many elements, which needs no padding."""
         first = self.specs[0]
-        own_rows = sum(self._numels)
         return replace(
             first,
             fqn=" ".join(spec.fqn for spec in self.specs),
-            rows=own_rows * first.shard_degree,
-            own_rows=own_rows,
+            rows=sum(self._numels) * first.axis.degree,
             row_shape=(),
         )
 
@@ -120,9 +118,9 @@ def gather_buckets(specs: Specs) -> list[Bucket]:
     last = last_block(spec.fqn for spec in specs.values())
 
     def key(spec: ShardSpec) -> Hashable:
-        if spec.shard_degree == 1:
+        if spec.axis.degree == 1:
             return spec
-        return block_of(spec.fqn, last), spec.shard_group, spec.gather_dtype
+        return block_of(spec.fqn, last), spec.axis.group, spec.gather_dtype
 
     return _buckets(specs, key)
 
@@ -144,7 +142,7 @@ def reduce_buckets(specs: Specs) -> list[Bucket]:
     last = last_block(spec.fqn for spec in specs.values())
 
     def key(spec: ShardSpec) -> Hashable:
-        return block_of(spec.fqn, last), spec.shard_group, spec.sum_groups, spec.reduce_dtype
+        return block_of(spec.fqn, last), spec.axis.group, spec.sum_groups, spec.reduce_dtype
 
     return _buckets(specs, key)
 

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_lite.distributed.tensor_parallel import Axis, gather_tokens
+from titan_lite.collectives import Axis
+from titan_lite.distributed.tensor_parallel import gather_tokens
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.transformer import Transformer, attentions_of
 

@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import annotate
 
 from titan_lite import collectives
+from titan_lite.collectives import Axis
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
-from titan_lite.distributed.tensor_parallel import Axis, axis_of, exchange_tokens, split_over
+from titan_lite.distributed.mesh import axis_of
+from titan_lite.distributed.tensor_parallel import exchange_tokens, split_over
 from titan_lite.models.experts import Experts
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.transformer import Transformer

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titan_lite.collectives import Axis
 from titan_lite.distributed.gloo import gather_without_coalescing
 from titan_lite.distributed.layout import AXES
 
@@ -24,6 +25,11 @@ def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
     if device_type == "cpu":
         gather_without_coalescing()
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
+
+
+def axis_of(mesh: DeviceMesh) -> Axis:
+    """Return the Axis of a mesh with one axis."""
+    return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
 def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -34,7 +34,7 @@ from titan_lite.distributed.context_parallel import (
 )
 from titan_lite.distributed.expert_parallel import apply_expert_parallel
 from titan_lite.distributed.layout import AXES, Layout
-from titan_lite.distributed.mesh import expert_mesh, parameter_mesh
+from titan_lite.distributed.mesh import axis_of, expert_mesh, parameter_mesh
 from titan_lite.distributed.pipeline import (
     DeviceBatch,
     MicrobatchShapes,
@@ -51,7 +51,7 @@ from titan_lite.distributed.simple_fsdp import (
 )
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.stage_ranks import stage_ranks
-from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
+from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from titan_lite.distributed.tied_table import TiedTable
 from titan_lite.dtensor import shard_of
 from titan_lite.feature import features_of
@@ -268,7 +268,7 @@ def build_loss(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return the loss of the recipe (models/loss.py). It is a part of a compiled model's graph."""
     tp = axis_of(mesh["tp"])
-    vocabulary = VocabularyShard(layout.model.vocab_size, tp.rank, tp.degree, tp.group)
+    vocabulary = VocabularyShard(layout.model.vocab_size, tp)
     loss = Loss(vocabulary, chunk=layout.loss_chunk)
     if config.compile.compiles("loss") and not config.compile.compiles("model"):
         from titan_lite.compile.compile import compile_function

@@ -21,8 +21,8 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_lite.collectives import all_gather_single, collectives
-from titan_lite.sharding import chunk_size
+from titan_lite.collectives import Axis, all_gather_single, collectives
+from titan_lite.sharding import chunk_range, chunk_size
 
 # The last collectives that eager mode has started: time.time_ns(), group, parameters.
 started_last: deque[tuple[int, str, str]] = deque(maxlen=1000)
@@ -80,15 +80,13 @@ class ShardSpec:
     """The gather of one parameter and the reduction of its gradient.
 
     Plain values but for the transport, so that tracing sees constants. A shard has ceil(rows /
-    shard_degree) rows. The last shards have fewer or none, and are padded for the collectives.
+    degree) rows. The last shards have fewer or none, and are padded for the collectives.
     """
 
     fqn: str  # the first one of a tied weight
     rows: int  # of the unsharded parameter: its size in dimension 0
-    own_rows: int  # of this rank's shard
     row_shape: tuple[int, ...]
-    shard_degree: int
-    shard_group: str
+    axis: Axis  # whose ranks have a shard each
     sum_groups: tuple[str, ...]  # of ranks with the same shard: its gradient is summed over them
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -105,14 +103,19 @@ class ShardSpec:
         return self.transport.scales(self.fqn)
 
     @property
+    def own_rows(self) -> int:
+        """Number of rows of this rank's shard."""
+        return len(chunk_range(self.rows, self.axis.degree, self.axis.rank))
+
+    @property
     def chunk(self) -> int:
         """Number of rows of a padded shard."""
-        return chunk_size(self.rows, self.shard_degree)
+        return chunk_size(self.rows, self.axis.degree)
 
     @property
     def reduce_groups(self) -> tuple[str, ...]:
         """Groups of a reduction's collectives, in order."""
-        return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
+        return (self.axis.group, *self.sum_groups) if self.axis.degree > 1 else self.sum_groups
 
     def cast(self, shard: Tensor) -> Tensor:
         """Cast a shard to gather_dtype."""
@@ -121,12 +124,12 @@ class ShardSpec:
     def gather(self, shard: Tensor, *scales: Tensor) -> Tensor:
         """Gather the full parameter in gather_dtype, as nodes of a graph. scales: inputs of it."""
         shard = self.transport.send(shard, self.param_dtype, *scales)
-        if self.shard_degree == 1:
+        if self.axis.degree == 1:
             return shard
-        if self.rows % self.shard_degree:
+        if self.rows % self.axis.degree:
             # all ranks pad, if only by 0 rows, so that their graphs are the same
             shard = F.pad(shard, [0, 0] * (shard.dim() - 1) + [0, self.chunk - self.own_rows])
-        weight = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
+        weight = collectives.all_gather_into_tensor(shard, self.axis.degree, self.axis.group)
         return collectives.wait_tensor(weight)[: self.rows]
 
     # Hidden from dispatch modes: selective checkpointing counts operators, and this gather may be
@@ -139,12 +142,12 @@ class ShardSpec:
 
     def start_gather_of(self, shard: Tensor, out: Tensor | None = None) -> InFlight:
         """Start the gather of a shard in gather_dtype. out: the padded result."""
-        if self.shard_degree == 1:
+        if self.axis.degree == 1:
             return InFlight(shard, None)
         shard = pad_rows(shard, self.chunk)
         if out is None:
-            out = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
-        group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
+            out = shard.new_empty(self.chunk * self.axis.degree, *shard.shape[1:])
+        group = _resolve_process_group(self.axis.group)  # type: ignore[arg-type]
         self.record()
         work = all_gather_single(out, shard, group=group, async_op=True)
         return InFlight(out[: self.rows], work)
@@ -160,10 +163,10 @@ class ShardSpec:
         Returns this rank's rows, which may still be in flight.
         """
         gradient = gradient.to(self.reduce_dtype)
-        if self.shard_degree > 1:
-            padded = pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
+        if self.axis.degree > 1:
+            padded = pad_rows(gradient, self.chunk * self.axis.degree).contiguous()
             return collectives.reduce_scatter_tensor(
-                padded, "sum", self.shard_degree, self.shard_group
+                padded, "sum", self.axis.degree, self.axis.group
             )
         if self.sum_groups:
             return collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0])

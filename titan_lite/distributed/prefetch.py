@@ -108,7 +108,7 @@ class PrefetchGatherer:
     def _full_weight(self, parameter: Tensor, spec: ShardSpec) -> Tensor:
         """Return the full weight: gathered, or for a recomputation the one that forward kept."""
         kept = kept_weights()
-        if kept is None or spec.fqn in self.resharded or spec.shard_degree == 1:
+        if kept is None or spec.fqn in self.resharded or spec.axis.degree == 1:
             return self.gather(local(parameter), spec)
         if spec.fqn not in kept:
             kept[spec.fqn] = self.gather(local(parameter), spec)
@@ -118,7 +118,7 @@ class PrefetchGatherer:
 
     def gather(self, shard: Tensor, spec: ShardSpec) -> Tensor:
         """Return the full weight, with its block gathered in a forward or backward."""
-        if spec.shard_degree == 1 or not self._in_phase():
+        if spec.axis.degree == 1 or not self._in_phase():
             return spec.start_gather(shard).wait()
         if spec.fqn not in self.gathered:
             self._gather_block(self.block_of[spec.fqn])

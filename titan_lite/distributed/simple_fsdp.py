@@ -47,6 +47,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.traceback import annotate
 
 from titan_lite.distributed.buckets import Specs
+from titan_lite.distributed.mesh import axis_of
 from titan_lite.distributed.param_collectives import PLAIN, GatheredWeight, ShardSpec, Weight
 from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.distributed.step_gather import (
@@ -353,8 +354,8 @@ def shard_parameter(
         (part_placement,) = parameter.placements
         unsharded = local(parameter).detach()
     size = unsharded.shape[0]
-    degree = mesh["dp_shard"].size()
-    own = chunk_range(size, degree, mesh["dp_shard"].get_local_rank())
+    shards = axis_of(mesh["dp_shard"])
+    own = chunk_range(size, shards.degree, shards.rank)
     rows = unsharded[own.start : own.stop].clone(memory_format=torch.contiguous_format)
 
     sum_axes = ["dp_replicate"] if options.reduce_over_replicas else []
@@ -363,10 +364,8 @@ def shard_parameter(
     spec = ShardSpec(
         fqn=fqn,
         rows=size,
-        own_rows=len(own),
         row_shape=tuple(rows.shape[1:]),
-        shard_degree=degree,
-        shard_group=mesh.get_group("dp_shard").group_name,
+        axis=shards,
         sum_groups=tuple(
             mesh.get_group(name).group_name for name in sum_axes if mesh[name].size() > 1
         ),

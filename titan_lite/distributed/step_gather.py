@@ -210,7 +210,7 @@ class StepReader:
 
     def _allocate(self, bucket: Bucket) -> None:
         """Allocate the weights of a bucket, and their handles."""
-        if bucket.specs[0].shard_degree > 1:
+        if bucket.specs[0].axis.degree > 1:
             tables = bucket.allocate_tables()
             weights = bucket.weights_of(tables)
             finish = functools.partial(self._finish_gathers, len(self.buckets))

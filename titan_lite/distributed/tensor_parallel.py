@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_lite.collectives import all_gather, reduce_scatter
+from titan_lite.collectives import Axis, all_gather, reduce_scatter
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import (
@@ -41,6 +41,7 @@ from titan_lite.config.families import (
     find_family,
 )
 from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.mesh import axis_of
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss import VocabularyShard
 from titan_lite.models.transformer import Transformer
@@ -103,21 +104,7 @@ def styles_of(family: str) -> dict[str, Style]:
     return STYLES | own
 
 
-@dataclass(frozen=True)
-class Axis:
-    """The ranks along a mesh axis. Plain values, so that tracing sees constants."""
-
-    group: str
-    degree: int
-    rank: int  # this rank's, along the axis
-
-
 Move = Callable[[Tensor, Axis], Tensor]  # a collective of tokens
-
-
-def axis_of(mesh: DeviceMesh) -> Axis:
-    """Return the Axis of a mesh with one axis."""
-    return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, family: str) -> None:
@@ -269,7 +256,7 @@ def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
     def forward(self: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         axis: Axis = self.tp_axis  # type: ignore[assignment]
         if style.vocabulary:
-            entries = VocabularyShard(self.num_embeddings, axis.rank, axis.degree, axis.group)  # type: ignore[arg-type]
+            entries = VocabularyShard(self.num_embeddings, axis)  # type: ignore[arg-type]
             x = _look_up(x, self.weight, entries)  # type: ignore[arg-type]
         elif style.gathers:
             x = cls.forward(self, gather_tokens(x, axis), *others)

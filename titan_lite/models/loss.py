@@ -1,6 +1,6 @@
 """Compute next-token cross-entropy as a sum over the tokens of each sequence.
 
-    loss = Loss(VocabularyShard(vocab_size, tp.rank, tp.degree, tp.group), chunk=layout.loss_chunk)
+    loss = Loss(VocabularyShard(vocab_size, axis_of(mesh["tp"])), chunk=layout.loss_chunk)
     model.output.loss = loss
     model(tokens, labels=labels)                # (B,), nats, float32
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_lite.collectives import all_gather, all_reduce
+from titan_lite.collectives import ALONE, Axis, all_gather, all_reduce
 from titan_lite.sharding import chunk_range
 
 IGNORE_INDEX = -100  # a label that is not counted
@@ -25,14 +25,12 @@ class VocabularyShard(NamedTuple):
     """The part of the vocabulary whose logits a rank computes: all of it, or one of `degree`."""
 
     vocab_size: int
-    rank: int = 0
-    degree: int = 1  # ranks that share the vocabulary, ceil(vocab_size / degree) entries each
-    group: str = ""  # name of their process group
+    axis: Axis = ALONE  # ranks that share the vocabulary, ceil(vocab_size / degree) entries each
 
     @property
     def entries(self) -> range:
         """The entries of the vocabulary on this rank. The last ranks may have fewer, or none."""
-        return chunk_range(self.vocab_size, self.degree, self.rank)
+        return chunk_range(self.vocab_size, self.axis.degree, self.axis.rank)
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of each token among this rank's entries, and True where it is one.
@@ -90,7 +88,7 @@ def cross_entropy_on_ranks(logits: Tensor, labels: Tensor, vocabulary: Vocabular
     No rank has the logits of all entries: three numbers for each label are reduced over the ranks
     (arXiv 1909.08053, section 3).
     """
-    if vocabulary.degree == 1:
+    if vocabulary.axis.degree == 1:
         return cross_entropy(logits, labels)
     losses: Tensor = _VocabularyParallelCrossEntropy.apply(
         logits.flatten(0, 1), labels.flatten(), vocabulary
@@ -109,13 +107,13 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularyShard,
     ) -> Tensor:
         shifted = logits.float()
-        shifted = shifted - all_reduce(shifted.amax(-1), "max", vocabulary.group).unsqueeze(-1)
+        shifted = shifted - all_reduce(shifted.amax(-1), "max", vocabulary.axis.group).unsqueeze(-1)
         exponentials = shifted.exp()
         own, inside = vocabulary.find(labels)
         own = own.unsqueeze(-1)
         label_logit = shifted.gather(-1, own).squeeze(-1) * inside
         sums = torch.stack((exponentials.sum(-1), label_logit))
-        total, label_logit = all_reduce(sums, "sum", vocabulary.group)
+        total, label_logit = all_reduce(sums, "sum", vocabulary.axis.group)
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(exponentials / total.unsqueeze(-1), own, inside & counted, counted)
         ctx.dtype = logits.dtype
@@ -219,8 +217,8 @@ def _compute_chunks(
             weight_grad = product.float() if weight_grad is None else _add(weight_grad, product)
             del logits_grad
     all_losses = torch.cat(losses)
-    if vocabulary.degree > 1:  # the label of a token is in one rank's part of the vocabulary
-        all_losses = all_reduce(all_losses, "sum", vocabulary.group)
+    if vocabulary.axis.degree > 1:  # the label of a token is in one rank's part of the vocabulary
+        all_losses = all_reduce(all_losses, "sum", vocabulary.axis.group)
     if weight_grad is None:
         return _Chunks(all_losses, hidden, weight)
     return _Chunks(
@@ -231,11 +229,11 @@ def _compute_chunks(
 def _log_probabilities(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
     """Return the log-probabilities of this rank's entries: (t, v) -> (t, v), float32."""
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)  # as if this rank had all entries
-    if vocabulary.degree == 1:
+    if vocabulary.axis.degree == 1:
         return log_p
     highest, index = log_p.max(-1, keepdim=True)
     log_sum = logits.gather(-1, index).float() - highest  # log of the sum of own exponentials
-    log_sums = all_gather(log_sum.T.contiguous(), vocabulary.degree, vocabulary.group)
+    log_sums = all_gather(log_sum.T.contiguous(), vocabulary.axis.degree, vocabulary.axis.group)
     return log_p.add_(log_sum - log_sums.logsumexp(0).unsqueeze(-1))
 
 

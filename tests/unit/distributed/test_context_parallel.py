@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from titan_lite.collectives import Axis
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed import context_parallel
 from titan_lite.distributed.context_parallel import (
@@ -14,7 +15,6 @@ from titan_lite.distributed.context_parallel import (
     in_position_order,
     own_positions,
 )
-from titan_lite.distributed.tensor_parallel import Axis
 from titan_lite.models.transformer import Transformer
 
 

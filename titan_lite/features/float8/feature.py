@@ -11,8 +11,8 @@ from titan_lite.features.float8.rules import float8_has_results_on_gpus
 from titan_lite.rules.mistakes import Mistake
 
 if TYPE_CHECKING:
+    from titan_lite.collectives import Axis
     from titan_lite.cost.machine import Machine
-    from titan_lite.distributed.tensor_parallel import Axis
     from titan_lite.models.transformer import Transformer
 
 

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_lite.collectives import Axis
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.distributed.context_parallel import apply_context_parallel, causal_attention
 from titan_lite.distributed.expert_parallel import check_experts
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.tensor_parallel import Axis, apply_styles, check_styles
+from titan_lite.distributed.tensor_parallel import apply_styles, check_styles
 from titan_lite.feature import features_of, low_precision
 from titan_lite.models.experts import routers_of
 from titan_lite.models.fqns import is_of_experts

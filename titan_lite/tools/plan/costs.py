@@ -252,10 +252,10 @@ def _traffic(bucket: Bucket, kind: str, last: str) -> _BucketTraffic:
     dtype = flat.gather_dtype if is_gathered else flat.reduce_dtype
     nbytes = flat.rows * dtype.itemsize
     collectives = []
-    if flat.shard_degree > 1:
-        collectives.append(_Collective(kind, float(nbytes), flat.shard_group))
+    if flat.axis.degree > 1:
+        collectives.append(_Collective(kind, float(nbytes), flat.axis.group))
     for group in () if is_gathered else flat.sum_groups:
-        collectives.append(_Collective("all_reduce", nbytes / flat.shard_degree, group))
+        collectives.append(_Collective("all_reduce", nbytes / flat.axis.degree, group))
     return _BucketTraffic(block_of(bucket.specs[0].fqn, last), nbytes, collectives)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import DEBUG
 
+from titan_lite.collectives import Axis
 from titan_lite.compile.compile import CompileError
 from titan_lite.config import (
     ActivationCheckpoint,
@@ -234,10 +235,8 @@ def test_nothing_hides_the_factors_of_all_gradients_and_the_others():
         torch.nn.Parameter(torch.empty(0)): ShardSpec(
             fqn=fqn,
             rows=rows,
-            own_rows=rows // shard,
             row_shape=row_shape,
-            shard_degree=shard,
-            shard_group="s",
+            axis=Axis("s", shard),
             sum_groups=(),
             param_dtype=torch.float32,
             reduce_dtype=torch.float32,
