@@ -223,22 +223,15 @@ def test_when_all_groups_are_lost_the_run_goes_on_from_its_newest_step(tmp_path)
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    ("takes_a_place", "option", "groups_of_other", "message"),
+    ("takes_a_place", "option", "message"),
     [
-        (True, "--optimizer.lr=1e-5", 2, r"optimizer.lr differs: 0.002 in group 0 on .*, 1e-05 in"),
-        (
-            True,
-            SAME,
-            3,
-            r"fault_tolerance.replica_groups differs: 2 in group 0 on .*, 3 in group 1",
-        ),
-        (True, "--job.dump_folder=other", 2, r"job.dump_folder differs: .* in group 0 on"),
-        (False, SAME, 2, "group 1: 3 groups take part, and fault_tolerance"),
+        (True, "--optimizer.lr=1e-5", r"optimizer.lr differs: 0.002 in group 0 on .*, 1e-05 in"),
+        (False, SAME, "group 1: 3 groups take part, and fault_tolerance"),
     ],
-    ids=["recipe", "number of groups", "folder", "one too many"],
+    ids=["recipe", "one too many"],
 )
 def test_a_group_that_does_not_belong_is_refused_and_the_others_go_on(
-    takes_a_place, option, groups_of_other, message, tmp_path
+    takes_a_place, option, message, tmp_path
 ):
     folder = tmp_path / "run"
     with groups(folder, *ENDLESS) as job:
@@ -254,7 +247,7 @@ def test_a_group_that_does_not_belong_is_refused_and_the_others_go_on(
         ).partition("=")[2]
         command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
         other = [option, f"--fault_tolerance.lighthouse={address}"]
-        variables = {"NCOPIES": groups_of_other, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
+        variables = {"NCOPIES": 2, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
         done = run(*command, *OPTIONS, *ENDLESS, *other, cwd=tmp_path, **variables)
         assert done.returncode == 2
         assert re.search(f"error: .*{message}", done.stdout)

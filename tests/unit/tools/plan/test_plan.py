@@ -200,7 +200,10 @@ def test_a_plan_is_not_written_into_a_step(tmp_path, capsys):
         (tmp_path / "step-12" / name).touch()
     target = str(tmp_path / "step-12/plan")
     assert main([EIGHT, "--picture", target]) == 2
-    assert f"--picture {target}: lies within {tmp_path}/step-12, a step" in capsys.readouterr().err
+    assert (
+        f"--picture {target}: lies within {tmp_path}/step-12, a checkpoint"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +266,9 @@ def test_the_numbers_of_a_plan_add_up(eight):
 
 
 def by_formula(recipe):
-    """Bytes that it needs at least; a plan needs less than twice as many (the slow test below)."""
+    """Bytes that it needs at least; a plan needs less than twice as many, as
+    test_planned_figures.py shows.
+    """
     config = load_config(RECIPES / f"{recipe}.toml")
     return least_bytes(lay_out(config, world_size_of(RECIPES / f"{recipe}.toml")))
 
@@ -282,21 +287,11 @@ def test_the_recipe_of_8b_fits_its_cluster(eight):
     "recipe", [name for name in SHIPPED if name not in ("llama3_8b", "llama3_8b_float8")]
 )
 def test_other_shipped_recipes_fit_their_clusters(recipe):
-    """No plan has twice the bytes of the formula: the slow test below, which plans those of 8B,
-    too. It is what shows that the recipes of 70B and 405B fit, which have more than half of a GPU
-    by the formula.
+    """No plan has twice the bytes of the formula. Recipes of 70B and 405B, which have more than half
+    of a GPU by the formula, and those of 8B are planned by test_planned_figures.py.
     """
     fills = recipe.startswith(("llama3_70b", "llama3_405b"))
     assert (1 if fills else 2) * by_formula(recipe) < H100.memory * GIB
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("recipe", SHIPPED)
-def test_the_formula_is_a_lower_bound_and_no_less_than_half_of_a_plan(recipe, capsys):
-    plan = planned(recipe, capsys)
-    check_sum(plan)
-    total = fits(plan, recipe)
-    assert 0.5 * total < by_formula(recipe) < total
 
 
 @pytest.mark.parametrize(

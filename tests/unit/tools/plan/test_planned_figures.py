@@ -7,6 +7,7 @@ import re
 
 import pytest
 from commands import python, run
+from test_plan import by_formula, check_sum
 from tiny import RECIPES, ROOT
 
 from titan_lite.tools.plan.command import main
@@ -52,6 +53,11 @@ def test_the_page_has_what_a_recipe_is_planned_with_today(recipe, capsys):
     assert main([str(RECIPES / recipe), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["world_size"] == int(ranks)
+    assert plan["memory"]["fits"]
+    check_sum(plan)
+    if recipe.startswith("llama3"):  # the formula is a lower bound, and no less than half of a plan
+        total = plan["memory"]["total"]
+        assert 0.5 * total < by_formula(recipe.removesuffix(".toml")) < total
     seconds, tokens = plan["step_seconds"], plan["tokens_per_second"]
     assert numbers(step) == pytest.approx([seconds["fast"], seconds["slow"]], rel=SAME)
     assert numbers(speed) == pytest.approx([tokens["slow"], tokens["fast"]], rel=SAME)

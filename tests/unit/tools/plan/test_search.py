@@ -200,20 +200,6 @@ def test_a_search_that_is_none_is_one_sentence(arguments, words, capsys):
         assert word in error
 
 
-@pytest.mark.release
-def test_a_search_finds_what_fits(capsys):
-    overrides = ["--model.flavor=1B", "--training.seq_len=2048", "--training.global_batch_size=16"]
-    assert (
-        main([str(RECIPES / "llama3_8b.toml"), "--world-size", "4", *overrides, "--search", "3"])
-        == 0
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "4 ranks; 16 sequences per step = 32,768 tokens (training.global_batch_size)"
-    assert "of the others 3 are planned" in lines[1]
-    assert "why the others lost" in lines
-    assert lines[-1].startswith("best: --")
-
-
 def processes_of(session):
     """Numbers of processes that are not zombies."""
     found = []

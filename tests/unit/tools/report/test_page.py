@@ -694,7 +694,9 @@ def test_a_page_is_not_written_into_a_step(run, tmp_path, capsys):
         (tmp_path / "step-12" / name).touch()
     page = tmp_path / "step-12/report.html"
     assert main([str(run("one")), "--output", str(page)]) == 2
-    assert f"--output {page}: lies within {tmp_path}/step-12, a step" in capsys.readouterr().err
+    assert (
+        f"--output {page}: lies within {tmp_path}/step-12, a checkpoint" in capsys.readouterr().err
+    )
     assert not page.exists()
 
 
