@@ -57,14 +57,6 @@ def slow_unless_first():
     ]
 
 
-def release_unless_first():
-    """The families, as parameters of a test that is for a release but for the first of them."""
-    return [
-        pytest.param(family, marks=() if family == FIRST_FAMILY else pytest.mark.release)
-        for family in OF_FAMILY
-    ]
-
-
 def of_family(family, shape):
     return replace(shape, family=family, **OF_FAMILY[family])
 

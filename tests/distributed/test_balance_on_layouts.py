@@ -43,7 +43,7 @@ RELEASE = [
     for balance in BALANCES
     for layout, options in zip(LAYOUTS, ([], COMPILED, FULL, [*COMPILED, *FULL]), strict=True)
 ]
-RELEASE += [(balance, "dp_shard=2", AT_ONCE) for balance in BALANCES]
+RELEASE += [("step", "dp_shard=2", AT_ONCE)]
 
 
 def twin_of(layout, *options):

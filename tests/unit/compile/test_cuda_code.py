@@ -21,13 +21,8 @@ GREEDY, AUTO = (["--compile.bucketing=" + bucketing] for bucketing in ("greedy",
 EIGHT = "llama3_8b.toml", 8
 DOCUMENTS = *EIGHT, ("--training.mask_documents",)
 LAYOUTS = {  # recipe, world size, options, pipeline stage
-    "8B, greedy": ("llama3_8b.toml", 8, GREEDY),
-    "8B, auto": ("llama3_8b.toml", 8, AUTO),
-    "8B, TP 2 x FSDP 4": ("llama3_8b.toml", 8, TP),
     "8B, TP 2 x FSDP 4, greedy": ("llama3_8b.toml", 8, [*TP, *GREEDY]),
     "8B, TP 2 x FSDP 4, async": ("llama3_8b.toml", 8, [*TP, *ASYNC]),
-    "8B on 128": ("llama3_8b.toml", 128, []),
-    "8B on 128, greedy": ("llama3_8b.toml", 128, GREEDY),
     "8B on 128, auto": ("llama3_8b.toml", 128, AUTO),
     "8B, float8": ("llama3_8b_float8.toml", 8, []),
     "8B, float8 by rows": (

@@ -265,7 +265,9 @@ def test_documents_are_not_written_into_a_step(tmp_path, capsys):
         (tmp_path / "step-12" / name).touch()
     target = str(tmp_path / "step-12/prepared")
     assert command.main([RECIPE, target, *DATA]) == 2
-    assert f"FOLDER {target}: lies within {tmp_path}/step-12, a checkpoint" in capsys.readouterr().err
+    assert (
+        f"FOLDER {target}: lies within {tmp_path}/step-12, a checkpoint" in capsys.readouterr().err
+    )
 
 
 def test_each_source_of_a_mixture_becomes_a_folder(corpus, folder, tmp_path, capsys):
