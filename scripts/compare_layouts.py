@@ -69,7 +69,8 @@ def losses(parts: tuple[Part, ...], steps: int, folder: Path) -> list[float]:
             f"--{option}" if option.startswith("training.") else f"--parallelism.{option}"
             for option in part.options.split()
         ]
-        command += [f"--job.dump_folder={folder}", f"--lr_scheduler.total_steps={steps}"]
+        command += [f"--job.dump_folder={folder}", f"--lr_scheduler.decay_begin={steps // 2}"]
+        command += [f"--lr_scheduler.decay_length={steps - steps // 2}"]
         command += [f"--lr_scheduler.warmup_steps={steps // 4}"]
         command += [f"--training.steps={steps * number // len(parts)}"]
         command += [] if len(parts) > 1 else ["--checkpoint.no-enable"]

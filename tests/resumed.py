@@ -20,7 +20,8 @@ OPTIONS = [
     *NO_WORKERS,
     "--training.global_batch_size=8",
     "--lr_scheduler.warmup_steps=1",
-    "--lr_scheduler.total_steps=4",
+    "--lr_scheduler.decay_begin=2",
+    "--lr_scheduler.decay_length=2",
 ]
 
 

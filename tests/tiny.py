@@ -62,11 +62,15 @@ def of_family(family, shape):
 
 
 def steps(count: int, schedule: int | None = None) -> list[str]:
-    """schedule: the steps of the learning rate's, where the run is a part of it."""
-    return [
-        f"--training.steps={count}",
-        *([f"--lr_scheduler.total_steps={schedule}"] if schedule else []),
-    ]
+    """schedule: the steps of the learning rate's, where the run is a part of it; its second half
+    decays, or what the warm-up of the debug recipe leaves.
+    """
+    options = [f"--training.steps={count}"]
+    if schedule:
+        begin = max(10, schedule // 2)
+        options.append(f"--lr_scheduler.decay_begin={begin}")
+        options.append(f"--lr_scheduler.decay_length={max(1, schedule - begin)}")
+    return options
 
 
 def every(saved: int, validated: int | None = None, batches: int = 1) -> list[str]:

@@ -123,7 +123,7 @@ class Feature:
         (config/effects.py), in words. A resume starts with another state where that differs.
 
         recipe: {section: {key: value}} of this run or of a step, for which the feature may be off.
-        total_steps: of its schedule; 0 if they are not known.
+        total_steps: of the run; 0 if they are not known.
         """
         return {}
 

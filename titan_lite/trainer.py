@@ -86,7 +86,7 @@ from titan_lite.models.loss import counted
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.optim.build import NamedOptimizer, build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
-from titan_lite.optim.lr_scheduler import lr_factor
+from titan_lite.optim.lr_scheduler import Decay, decay_of, lr_factor
 from titan_lite.resilience import TrainingError, exit_code, signals
 from titan_lite.resilience.shared_errors import share_errors
 from titan_lite.resilience.skipped_steps import SkippedSteps
@@ -142,6 +142,7 @@ class Trainer:
     parameters: dict[str, nn.Parameter]  # by FQN
     step_parts: list[StepPart]  # of the features that the recipe turns on
     optimizer: NamedOptimizer
+    decay: Decay  # of the learning rate
 
     loader: Loader
     validation_loader: Loader | None
@@ -270,6 +271,8 @@ class Trainer:
             part for feature in features_of(config) for part in feature.step_parts(self.model)
         ]
         self.optimizer = build_optimizer(config, self.parameters)
+        tokens_until = self.layout.tokens_until
+        self.decay = decay_of(config.lr_scheduler, config.training.steps, tokens_until)
 
     def build_data(self) -> None:
         """Build the loaders of training and validation."""
@@ -500,7 +503,7 @@ class Trainer:
         for part in self.step_parts:
             part.end_step(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
-            self.step, self.config.lr_scheduler, self.config.total_steps
+            self.step, self.config.lr_scheduler, self.decay
         )
         self.optimizer.set_lr(self.lr)
         self.optimizer.step(skip)

@@ -14,6 +14,7 @@ from titan_lite.features import FEATURES
 
 SCALED = ROOT / "tests/added_feature/scaled"
 OPTIONS = [*SMALL, *NO_VALIDATION, *NO_WORKERS, "--lr_scheduler.warmup_steps=1"]
+OPTIONS += ["--lr_scheduler.decay_begin=2", "--lr_scheduler.decay_length=2"]
 
 
 def copied(folder):
@@ -42,7 +43,7 @@ def titan_lite(package, *arguments):
 def trained(package, folder, steps, *options):
     """Train in a process of the package, and return it."""
     command = ["train", DEBUG, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
-    return titan_lite(package, *command, *OPTIONS, "--lr_scheduler.total_steps=4", *options)
+    return titan_lite(package, *command, *OPTIONS, *options)
 
 
 def rows(folder):

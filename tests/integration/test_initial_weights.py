@@ -251,9 +251,10 @@ def test_ten_steps_are_those_of_a_plain_loop_with_transformers(family, tied, tmp
     folder = saved_by_transformers(tmp_path / "theirs", family, tied)
     options = [
         *OPTIONS,
-        *steps(10, schedule=10),
+        *steps(10),
         "--validation.no-enable",
-        "--lr_scheduler.decay_ratio=0",
+        "--lr_scheduler.decay_begin=",
+        "--lr_scheduler.decay_length=0",
         # AdamW divides by the gradient's size, and so makes rounding of the smallest gradients large
         "--optimizer.eps=1e-5",
         "--optimizer.lr=1e-3",

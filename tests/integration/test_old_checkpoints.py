@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from commands import TORCHRUN, python, run
-from tiny import DEBUG, NO_VALIDATION, RECIPES, ROOT, SMALL
+from tiny import NO_VALIDATION, ROOT, SMALL
 
 from titan_lite.metrics.run_files import read_metrics
 
@@ -27,6 +27,9 @@ POWERSGD = [
     "--parallelism.replicate_compression=powersgd",
     "--parallelism.replicate_uncompressed_steps=1",
 ]
+# the same learning rate, by the keys of then and of now
+OF_OLD = ["--lr_scheduler.total_steps=12"]
+OF_NOW = ["--lr_scheduler.decay_begin=10", "--lr_scheduler.decay_length=2"]
 TENSOR_PARALLEL = "--parallelism.tensor_parallel_degree=2"
 EXPERT_PARALLEL = "--parallelism.expert_parallel_degree=2"
 # name: (options, those of the layout with its ranks, those of another layout with its ranks)
@@ -59,7 +62,8 @@ def train(tree, folder, recipe, ranks, steps, *options):
         *python("-m", TORCHRUN, "--standalone", "--nproc-per-node", str(ranks)),
         *("-m", "titan_lite.train", str(recipe)),
         *("--job.dump_folder", str(folder), f"--training.steps={steps}"),
-        *("--lr_scheduler.total_steps=12", "--checkpoint.interval=2"),
+        *(OF_OLD if tree != ROOT else OF_NOW),
+        "--checkpoint.interval=2",
         *(*SMALL, *NO_VALIDATION, *options),
         PYTHONPATH=str(tree),
         PYTHONSAFEPATH="1",
@@ -73,16 +77,18 @@ def train(tree, folder, recipe, ranks, steps, *options):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_of_the_old_package_is_resumed(name, old_tree, tmp_path):
     options, (ranks, layout), (other_ranks, other_layout) = RUNS[name]
-    base = RECIPES / "qwen3_moe_debug.toml" if "experts" in name else DEBUG
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'extends = "{base}"\n{MIX if name == "data mix" else ""}')
+    base = "qwen3_moe_debug.toml" if "experts" in name else "debug_model.toml"
+    mix = MIX if name == "data mix" else ""
+    old_recipe, recipe = tmp_path / "old.toml", tmp_path / "recipe.toml"
+    for tree, path in ((old_tree, old_recipe), (ROOT, recipe)):
+        path.write_text(f'extends = "{tree}/train_configs/{base}"\n{mix}')
     texts = (json.dumps({"text": f"{n} times {n} is {n * n}. " * 9}) for n in range(500))
     (tmp_path / "numbers.jsonl").write_text("\n".join(texts))
     saved, of_old, same, other = (tmp_path / run for run in ("saved", "old", "same", "other"))
-    train(old_tree, saved, recipe, ranks, 4, *options, *layout)
+    train(old_tree, saved, old_recipe, ranks, 4, *options, *layout)
     for copied in (of_old, same, other):
         shutil.copytree(saved, copied)
-    expected = train(old_tree, of_old, recipe, ranks, 8, *options, *layout)
+    expected = train(old_tree, of_old, old_recipe, ranks, 8, *options, *layout)
     found = train(ROOT, same, recipe, ranks, 8, *options, *layout)
     assert found == pytest.approx(expected, rel=1e-6)
     found = train(ROOT, other, recipe, other_ranks, 8, *options, *other_layout)

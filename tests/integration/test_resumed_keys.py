@@ -19,7 +19,8 @@ BASE = [
     "--model.n_layers=4",
     *NO_VALIDATION,
     *NO_WORKERS,
-    "--lr_scheduler.total_steps=8",
+    "--lr_scheduler.decay_begin=4",
+    "--lr_scheduler.decay_length=4",
     "--lr_scheduler.warmup_steps=1",
 ]
 BASE += ["--training.global_batch_size=8", "--training.local_batch_size=2"]

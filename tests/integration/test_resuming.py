@@ -228,12 +228,8 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
         == hashlib.sha256(Path(config.model.tokenizer_path).read_bytes()).hexdigest()
     )
     assert run["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}
-    assert (run["world_size"], run["sequences"], run["total_steps"], run["model"]["n_layers"]) == (
-        2,
-        8,
-        12,
-        2,
-    )
+    assert (run["world_size"], run["sequences"], run["model"]["n_layers"]) == (2, 8, 2)
+    assert run["decay"] == {"begin": 10, "steps": 2}
     assert run["versions"]["torch"] == torch.__version__
     assert run["numerics"]["threads"] == 1
     assert run["numerics"]["CPU capability"] == torch.backends.cpu.get_cpu_capability()

@@ -301,7 +301,7 @@ def test_a_job_that_somebody_cancels_is_saved_and_not_requeued(cluster, tmp_path
 @pytest.mark.release
 def test_a_job_whose_time_is_nearly_over_is_requeued(alone, cluster, tmp_path):
     # Slurm counts in minutes, and looks at times now and then
-    slow = [*steps(20_000, schedule=-1), "--checkpoint.keep_latest_k", "2"]
+    slow = [*steps(20_000, schedule=20_000), "--checkpoint.keep_latest_k", "2"]
     job = cluster.sbatch(tmp_path / "job", *slow, slurm=["--time=1", "--signal=USR1@50"])
     until(lambda: "back into the queue" in job.output, job.told, 180)
     until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told)

@@ -30,7 +30,7 @@ from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import differences_in_words
 from titan_lite.feature import all_features
 from titan_lite.manifest import fields_of
-from titan_lite.optim.lr_scheduler import lr_factor
+from titan_lite.optim.lr_scheduler import Decay, lr_factor
 
 
 class Acceptance(NamedTuple):
@@ -55,7 +55,7 @@ FIELDS = {
     "validation_documents": ("the documents of [validation]", Effect.NOTED),
     "sequences": ("sequences a step (training.global_batch_size)", Effect.NOTED),
     "shares": ("share of each source's tokens (data.sources)", Effect.NOTED),
-    "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", Effect.NOTED),
+    "decay": ("{} of the learning rate's decay (lr_scheduler)", Effect.NOTED),
     "world_size": ("ranks", Effect.ROUNDING),
     "mesh": ("ranks along {}", Effect.ROUNDING),
     "device": ("device", Effect.ROUNDING),
@@ -240,9 +240,9 @@ def _learning_rate(identity: Mapping[str, Any], step: int) -> str:
         schedule = LRScheduler(**identity["recipe"]["lr_scheduler"])
     except (KeyError, ValidationError):  # the step is of another version
         return ""
-    if step == 0 or identity["total_steps"] == 0:
+    if step == 0 or not identity["decay"]:
         return ""
-    return f"{peak * lr_factor(step, schedule, identity['total_steps']):.3g}"
+    return f"{peak * lr_factor(step, schedule, Decay(**identity['decay'])):.3g}"
 
 
 def _changes_of_optimizer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

@@ -33,6 +33,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.feature import features_of
 from titan_lite.manifest import validated
 from titan_lite.models.shapes import shape_of
+from titan_lite.optim.lr_scheduler import Decay, decay_of
 
 # Variables of the environment with which torch and its libraries choose other kernels, another
 # precision or another order of sums
@@ -71,7 +72,8 @@ class RunIdentity:
     validation_documents: str = ""  # the same of those of [validation]; "": held out, or none
     sequences: NonNegativeInt = 0  # of an optimizer step
     shares: tuple[NonNegativeFloat, ...] = ()  # of each source in the tokens
-    total_steps: NonNegativeInt = 0  # of the learning rate's schedule
+    total_steps: NonNegativeInt = 0  # of the run; of older ones, of the schedule
+    decay: Mapping[str, NonNegativeInt] = field(default_factory=dict)  # of the learning rate: Decay
     world_size: NonNegativeInt = 0
     mesh: Mapping[str, NonNegativeInt] = field(default_factory=dict)  # ranks along each axis
     # what tensors that features add to checkpoints depend on, by the first word of their names
@@ -95,7 +97,8 @@ class RunIdentity:
         validated(cls, content)
         names = [each.name for each in dataclasses.fields(cls)]
         identity = cls(**{name: content[name] for name in names if name in content})
-        return dataclasses.replace(identity, recipe=_with_present_names(identity.recipe))
+        identity = dataclasses.replace(identity, recipe=_with_present_names(identity.recipe))
+        return _with_present_decay(identity)
 
 
 def _with_present_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +109,31 @@ def _with_present_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
         if name in tables.get(table, {}):
             tables[table][new.removeprefix(f"{table}.")] = tables[table].pop(name)
     return tables
+
+
+def _with_present_decay(identity: RunIdentity) -> RunIdentity:
+    """Return the identity of an older run with the keys of the learning rate's decay of now: it had
+    lr_scheduler.decay_ratio, a share, of lr_scheduler.total_steps, where it ended.
+    """
+    schedule = dict(identity.recipe.get("lr_scheduler", {}))
+    if "decay_ratio" not in schedule:
+        return identity
+    ratio = validated(NonNegativeFloat, schedule, "decay_ratio")
+    warmup_steps = validated(NonNegativeInt, schedule, "warmup_steps")
+    was_set = schedule.pop("total_steps", -1) != -1
+    schedule.pop("decay_ratio")
+    total = identity.total_steps
+    steps = max(0, min(round(ratio * total), total - warmup_steps))
+    schedule["decay_begin"] = total - steps if was_set and ratio else ""
+    if was_set or not ratio:
+        schedule["decay_length"] = steps
+    else:
+        schedule["decay_length"] = "" if ratio == 1 else f"{100 * ratio:.10g}%"
+    return dataclasses.replace(
+        identity,
+        recipe={**identity.recipe, "lr_scheduler": schedule},
+        decay=Decay(total - steps, steps)._asdict(),
+    )
 
 
 # by the field of RunIdentity that has their hash
@@ -157,7 +185,8 @@ def run_identity(
         validation_documents=digests.get("validation_documents", ""),
         sequences=layout.sequences_per_step,
         shares=tuple(share for share, _ in config.data.mixture()),
-        total_steps=config.total_steps,
+        total_steps=config.training.steps,
+        decay=decay_of(config.lr_scheduler, config.training.steps, layout.tokens_until)._asdict(),
         world_size=layout.world_size,
         mesh={**layout.degrees, "ep": layout.expert_parallel},
         added_tensors=added_tensors,

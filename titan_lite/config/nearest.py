@@ -63,7 +63,11 @@ OF_TORCHTITAN = {
     "job.print_config": _PRINTED,
     "job.save_config_file": _PRINTED,
     "job.save_config_folder": _PRINTED,
+    "lr_scheduler.decay_ratio": 'use lr_scheduler.decay_length, such as "20%" or a number of steps',
     "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor",
+    "lr_scheduler.total_steps": (
+        "use lr_scheduler.decay_begin and decay_length, steps that do not depend on training.steps"
+    ),
     "memory_estimation": "use titan-lite plan, which needs no GPU",
     "metrics.disable_color_printing": "use a variable: NO_COLOR=1 ./run_train.sh",
     "metrics.enable_color_printing": "use a variable for none: NO_COLOR=1 ./run_train.sh",

@@ -51,6 +51,19 @@ def _known_family(value: str) -> str:
 FamilyName = Annotated[str, Relative(".py"), AfterValidator(_known_family)]
 
 
+# of [lr_scheduler]; optim/lr_scheduler.py reads it
+Moment = (
+    Annotated[int, Field(ge=0)]
+    | Annotated[
+        str,
+        Field(
+            pattern=r"^$|^(\d{1,2}(\.\d+)?|100) ?%$|^\d{1,15}(\.\d+)? ?[MBT]? ?tokens$",
+            title='"20%", "2B tokens" or ""',
+        ),
+    ]
+)
+
+
 def _zero_or_at_least_one(value: float) -> float:
     if 0 < value < 1:
         raise ValueError("expected 0, or a number at least 1")
@@ -245,12 +258,15 @@ class LRScheduler(Section):
     warmup_steps: int = Field(200, ge=0)
     """Steps of linear warm-up from zero."""
 
-    total_steps: Annotated[int, Field(ge=1)] | Literal[-1] = -1
-    """Length of the schedule, if it is not that of the run; -1: training.steps."""
+    decay_begin: Moment = ""
+    """Where the decay begins: a step, the last one at the peak; "80%" of training.steps; or "2B
+    tokens" (M, B, T) since the first step. Empty: so that the decay ends with the run."""
 
-    decay_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of total_steps that decays, at the end; between warm-up and decay the learning rate is
-    constant; 1.0: decay starts when warm-up ends."""
+    decay_length: Moment = ""
+    """Length of the decay, in the same forms; 0: none, as for a trunk that others cool down from.
+    Empty: up to the end of the run, and without decay_begin from the end of the warm-up on. With
+    both keys the learning rate does not depend on training.steps, so a run may stop early, or be
+    prolonged, without a jump."""
 
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay."""
@@ -752,12 +768,6 @@ class Config(Section):
     debug: Debug = Debug()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)  # of the keys that were set
-
-    @property
-    def total_steps(self) -> int:
-        """Length of the learning-rate schedule, in steps."""
-        total = self.lr_scheduler.total_steps
-        return self.training.steps if total == -1 else total
 
     @property
     def validation_data(self) -> Data:

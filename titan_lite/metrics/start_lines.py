@@ -20,6 +20,7 @@ from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state
 from titan_lite.feature import features_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
 from titan_lite.models.shapes import shape_words
+from titan_lite.optim.lr_scheduler import decay_of
 from titan_lite.sharding import chunk_size
 
 GIB = 2**30
@@ -79,8 +80,7 @@ def start_lines(
         )
     lines.append(memory_line(config, layout))
     lines.append(checkpoints_line(config))
-    if config.lr_scheduler.warmup_steps > config.total_steps:
-        lines.append(warmup_line(config))
+    lines += learning_rate_lines(config, layout)
     if config.compile.enable:
         lines.append("compiling comes first: the first step and the first validation take longer")
     return lines
@@ -236,15 +236,26 @@ def checkpoints_line(config: Config) -> str:
     return f"checkpoints: every {interval} steps and at the end (checkpoint.interval)"
 
 
-def warmup_line(config: Config) -> str:
-    """Return the line on a warm-up that is longer than the run."""
-    warmup_steps = config.lr_scheduler.warmup_steps
+def learning_rate_lines(config: Config, layout: Layout) -> list[str]:
+    """Return a line on where a decay is whose begin is set, or on a warm-up that is longer than the
+    run.
+    """
+    schedule = config.lr_scheduler
     steps = config.training.steps
-    return (
-        f"learning rate: lr_scheduler.warmup_steps = {warmup_steps:,} is longer than training.steps"
-        f" = {steps:,}: it only rises, to {100 * steps / warmup_steps:.0f}% of optimizer.lr; use"
+    if schedule.decay_begin != "":
+        decay = decay_of(schedule, steps, layout.tokens_until)
+        return [
+            f"learning rate: decays from step {decay.begin + 1:,} to step {decay.end:,}"
+            " (lr_scheduler.decay_begin, decay_length)"
+        ]
+    if schedule.warmup_steps <= steps:
+        return []
+    return [
+        f"learning rate: lr_scheduler.warmup_steps = {schedule.warmup_steps:,} is longer than"
+        f" training.steps = {steps:,}: it only rises, to"
+        f" {100 * steps / schedule.warmup_steps:.0f}% of optimizer.lr; use"
         f" warmup_steps = {max(1, steps // 10)} unless the run is resumed later"
-    )
+    ]
 
 
 Coordinate = dict[str, int]  # along some axes of the mesh

@@ -174,6 +174,15 @@ def test_ranks_that_differ_are_counted_and_the_first_one_is_shown(monkeypatch):
 
 def test_every_field_of_an_identity_is_compared_or_follows_from_one_that_is():
     fields = {field.name for field in dataclasses.fields(RunIdentity)}
-    follow = {"sequences", "shares", "total_steps", "world_size", "mesh", "added_tensors", "git"}
+    follow = {
+        "sequences",
+        "shares",
+        "total_steps",
+        "decay",
+        "world_size",
+        "mesh",
+        "added_tensors",
+        "git",
+    }
     assert fields - follow == {*COMPARED, "device", "numerics"}
     assert parts_of(identity()).keys() == {*COMPARED, VARIABLES, HARDWARE, PYTHON}

@@ -38,6 +38,7 @@ from titan_lite.data.source_identity import digest_of
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import config_from_fields
+from titan_lite.optim.lr_scheduler import decay_of
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
 FACTS = {
@@ -71,7 +72,9 @@ TABLE = (
 
 def identity(*overrides, **facts):
     config = load_config(DEBUG, overrides)
-    known = {**FACTS, "total_steps": config.total_steps, **facts}
+    steps = config.training.steps
+    decay = decay_of(config.lr_scheduler, steps, lambda step: 2048 * step)
+    known = {**FACTS, "total_steps": steps, "decay": decay._asdict(), **facts}
     return RunIdentity(recipe=config.model_dump(), **known)
 
 
@@ -99,7 +102,7 @@ def differences(*overrides, was=(), **facts):
 
 def test_every_field_of_an_identity_has_an_effect():
     fields = {field.name for field in dataclasses.fields(RunIdentity)}
-    assert FIELDS.keys() == fields - {"recipe", "added_tensors"}
+    assert FIELDS.keys() == fields - {"recipe", "added_tensors", "total_steps"}
 
 
 @pytest.mark.parametrize("key", ["model.tokenizer_path", "training.steps", "data.sources"])
@@ -118,7 +121,7 @@ def test_a_change_of_any_key_is_told(key):
     ("key", "value"),
     [
         ("model.n_layers", 3),
-        ("lr_scheduler.total_steps", 400),
+        ("lr_scheduler.decay_begin", 400),
         ("training.spike_window", 50),
     ],
 )
@@ -143,6 +146,29 @@ def test_a_key_that_has_another_name_since_is_the_same_key():
     assert compared(step, identity(now)).describe() == [
         "changed: fault_tolerance.replica_groups = 2, was 3"
     ]
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ((1.0, -1, 100), []),
+        ((0.25, -1, 100), ["--lr_scheduler.decay_length=25%"]),
+        ((0.0, -1, 100), ["--lr_scheduler.decay_length=0"]),
+        ((0.25, 400, 400), ["--lr_scheduler.decay_begin=300", "--lr_scheduler.decay_length=100"]),
+        ((1.0, 400, 400), ["--lr_scheduler.decay_begin=10", "--lr_scheduler.decay_length=390"]),
+    ],
+)
+def test_the_decay_of_an_older_run_is_known_by_the_keys_of_now(was, now):
+    ratio, total_steps, resolved = was
+    whole = "--lr_scheduler.decay_length="  # the debug recipe has another one
+    now = identity(whole, *now)
+    older = json.loads(json.dumps(dataclasses.asdict(now)))
+    del older["decay"], older["recipe"]["lr_scheduler"]["decay_begin"]
+    del older["recipe"]["lr_scheduler"]["decay_length"]
+    older["recipe"]["lr_scheduler"] |= {"decay_ratio": ratio, "total_steps": total_steps}
+    older["total_steps"] = resolved
+    step = dataclasses.replace(saved(), identity=RunIdentity.from_json(older))
+    assert compared(step, now).changes == ()
 
 
 def test_a_removed_key_that_was_not_set_is_no_change():
@@ -204,7 +230,8 @@ CASES = [
         {},
         [
             (Effect.NOTED, "training.steps = 200, was 100"),
-            (Effect.NOTED, "steps of the schedule (lr_scheduler.total_steps): 200, was 100"),
+            (Effect.NOTED, "begin of the learning rate's decay (lr_scheduler): 100, was 50"),
+            (Effect.NOTED, "steps of the learning rate's decay (lr_scheduler): 100, was 50"),
         ],
     ),
     (["--data.path=/b"], {}, [(Effect.NOTED, 'data.path = "/b", was "/a"')]),  # the same files
@@ -396,18 +423,23 @@ def test_lines_begin_with_what_matters_most():
         "the data restarts: data.shuffle = false, was true",
         'the optimizer restarts: optimizer.name = "Muon", was "AdamW"',
         "changed: training.steps = 200, was 100",
-        "changed: steps of the schedule (lr_scheduler.total_steps): 200, was 100",
+        "changed: begin of the learning rate's decay (lr_scheduler): 100, was 50",
+        "changed: steps of the learning rate's decay (lr_scheduler): 100, was 50",
     ]
 
 
-LINEAR = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_ratio=1.0"]  # to zero
-CONSTANT = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_ratio=0.0"]
+LINEAR = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_length="]  # to zero
+CONSTANT = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_length=0"]
 
 
 @pytest.mark.parametrize(
     ("was", "now", "jump"),
     [
-        ([*LINEAR, "--lr_scheduler.total_steps=99"], CONSTANT, "0.001, was 0.0005"),
+        (
+            [*LINEAR, "--lr_scheduler.decay_begin=0", "--lr_scheduler.decay_length=99"],
+            CONSTANT,
+            "0.001, was 0.0005",
+        ),
         (CONSTANT, [*CONSTANT, "--lr_scheduler.warmup_steps=100"], "0.0005, was 0.001"),
         (CONSTANT, [*CONSTANT, "--optimizer.lr=2e-3"], "0.002, was 0.001"),
         (
@@ -417,7 +449,7 @@ CONSTANT = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_ratio=0.0"]
         ),
         # the same rate at the step, whatever follows
         (CONSTANT, [*CONSTANT, "--training.steps=200"], None),
-        (CONSTANT, ["--lr_scheduler.warmup_steps=9", "--lr_scheduler.decay_ratio=0.1"], None),
+        (CONSTANT, ["--lr_scheduler.warmup_steps=9", "--lr_scheduler.decay_length=10%"], None),
     ],
 )
 def test_a_jump_of_the_learning_rate_is_told(was, now, jump):

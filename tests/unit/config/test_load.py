@@ -636,18 +636,11 @@ MISTAKES = [
         "[checkpoint]\nload_step = 5\nenable = true",
     ),
     together(
-        "warm-up longer than the schedule",
-        "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000",
-        ("lr_scheduler.warmup_steps = 3000", "lr_scheduler.total_steps = 2000"),
-        "use warmup_steps = 200",
-        "[lr_scheduler]\nwarmup_steps = 200\ntotal_steps = 2000",
-    ),
-    together(
-        "schedule shorter than the run",
-        "[lr_scheduler]\ntotal_steps = 500",
-        ("lr_scheduler.total_steps = 500", "training.steps = 1000"),
-        "use -1 or at least that many",
-        "[lr_scheduler]\ntotal_steps = 1000",
+        "a decay of no length",
+        "[lr_scheduler]\ndecay_begin = 500\ndecay_length = 0",
+        ("lr_scheduler.decay_begin = 500", "lr_scheduler.decay_length = 0"),
+        'use decay_begin = ""',
+        '[lr_scheduler]\ndecay_begin = ""\ndecay_length = 0',
     ),
     Mistake("no tokenizer", "", ("model.tokenizer_path",), '"../assets/tokenizer/debug.model"'),
 ]
@@ -699,13 +692,13 @@ def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are
 
 def test_impossible_combinations_are_told_together_and_beside_values_that_are_impossible(tmp_path):
     text = (
-        "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath ="
+        "[lr_scheduler]\ndecay_begin = '10%'\ndecay_length = 0\n[data]\npath ="
         " 'x'\n[checkpoint]\nmust_resume = true\n"
     )
     found = lines_of(write(tmp_path, text))
     assert [line.partition(" = ")[0].rpartition(": ")[2] for line in found] == [
         "model.tokenizer_path",
-        "lr_scheduler.warmup_steps",
+        "lr_scheduler.decay_begin",
         "checkpoint.must_resume",
         "data.path",
     ]  # the order of the sections
@@ -715,11 +708,11 @@ def test_impossible_combinations_are_told_together_and_beside_values_that_are_im
 @pytest.mark.parametrize(
     "text",
     [
-        # which may be dataset, or steps
+        # which may be dataset, or enable
         'extends = "base.toml"\n[data]\ndatset = "local"\npath = "x"',
-        'extends = "base.toml"\n[training]\nstep = 500\n[lr_scheduler]\ntotal_steps = 700',
-        'extends = "base.toml"\n[trainig]\nsteps = 500\n[lr_scheduler]\ntotal_steps = 700',
-        'extends = "base.toml"\n[training]\nsteps = "5"\n[lr_scheduler]\ntotal_steps = 700',
+        'extends = "base.toml"\n[checkpoint]\nenabel = true\nload_step = 5',
+        'extends = "base.toml"\n[chekpoint]\nenable = true\n[checkpoint]\nload_step = 5',
+        'extends = "base.toml"\n[checkpoint]\nenable = "yes"\nload_step = 5',
         '[model]\nflavor = "from_weights"',
         '[model]\nflavor = "from_weights"\n[checkpoint]\ninitial_load_path = "nowhere"',
     ],

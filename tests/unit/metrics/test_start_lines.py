@@ -66,14 +66,21 @@ def test_the_picture_of_a_mesh(sizes, picture):
     [
         (["--lr_scheduler.warmup_steps=200"], True),
         (["--lr_scheduler.warmup_steps=20"], False),
-        (["--lr_scheduler.warmup_steps=200", "--lr_scheduler.total_steps=1000"], False),
+        (
+            [
+                "--lr_scheduler.warmup_steps=200",
+                "--lr_scheduler.decay_begin=500",
+                "--lr_scheduler.decay_length=500",
+            ],
+            False,
+        ),
     ],
 )
 def test_a_warm_up_that_is_longer_than_the_run_is_told(options, is_told):
     config = load_config(DEBUG, ["--training.steps=20", *options])
     layout = Layout.from_config(config, 1)
     lines = start_lines(config, layout, torch.device("cpu"), priced=True, tokens_known=2048)
-    told = [line for line in lines if line.startswith("learning rate: ")]
+    told = [line for line in lines if line.startswith("learning rate: lr_scheduler.warmup_steps")]
     words = (
         "lr_scheduler.warmup_steps = 200 is longer than training.steps = 20: it only rises, to 10%"
     )

@@ -2,18 +2,29 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import DEBUG
 
-from titan_lite.config import LRScheduler
-from titan_lite.optim.lr_scheduler import lr_factor
+from titan_lite.config import LRScheduler, load_config
+from titan_lite.config.errors import ConfigError
+from titan_lite.distributed.layout import Layout
+from titan_lite.optim.lr_scheduler import Decay, decay_of, lr_factor
+from titan_lite.rules import check
+
+
+def factor_at(step, schedule, steps):
+    """The factor in a run of so many steps, of 1,000 tokens each."""
+    return lr_factor(step, schedule, decay_of(schedule, steps, lambda until: 1000 * until))
+
 
 # of 100 steps: up to 10, stable to 81, down to 100, and zero would be step 101
-WSD = dict(warmup_steps=10, decay_ratio=0.19)
-WHOLE = dict(warmup_steps=11, decay_ratio=1.0)  # decay starts when warm-up ends
+WSD = dict(warmup_steps=10, decay_length="19%")
+WHOLE = dict(warmup_steps=11, decay_length="")  # decay starts when warm-up ends
 
 
 @pytest.mark.parametrize(
@@ -65,36 +76,36 @@ WHOLE = dict(warmup_steps=11, decay_ratio=1.0)  # decay starts when warm-up ends
             id="decay takes what warm-up left",
         ),
         pytest.param(
-            dict(warmup_steps=0, decay_ratio=0.19), {1: 1.0, 81: 1.0, 91: 0.5}, id="no warm-up"
+            dict(warmup_steps=0, decay_length="19%"), {1: 1.0, 81: 1.0, 91: 0.5}, id="no warm-up"
         ),
         pytest.param(
-            dict(warmup_steps=0, decay_ratio=1.0),
+            dict(warmup_steps=0, decay_length=""),
             {1: 100 / 101, 100: 1 / 101},
             id="no warm-up, decay throughout",
         ),
         pytest.param(
-            dict(warmup_steps=10, decay_ratio=0.0),
+            dict(warmup_steps=10, decay_length=0),
             {5: 0.5, 11: 1.0, 99: 1.0, 100: 1.0},
             id="no decay",
         ),
         pytest.param(
-            dict(warmup_steps=400, decay_ratio=1.0),
+            dict(warmup_steps=400, decay_length=""),
             {1: 0.0025, 100: 0.25},
             id="shorter than the warm-up",
         ),
         pytest.param(
-            dict(warmup_steps=100, decay_ratio=1.0),
+            dict(warmup_steps=100, decay_length=""),
             {50: 0.5, 100: 1.0},
             id="as long as the warm-up",
         ),
         pytest.param(
-            dict(warmup_steps=99, decay_ratio=1.0, min_lr_factor=0.1),
+            dict(warmup_steps=99, decay_length="", min_lr_factor=0.1),
             {99: 1.0, 100: 0.55, 101: 0.1},
             id="one step of decay",
         ),
         # 0.29 * 100 is 28.999999999999996
         pytest.param(
-            dict(warmup_steps=0, decay_ratio=0.29),
+            dict(warmup_steps=0, decay_length="29%"),
             {71: 1.0, 72: 1 - 1 / 30, 100: 1 / 30},
             id="a share of steps is rounded, not cut",
         ),
@@ -102,7 +113,7 @@ WHOLE = dict(warmup_steps=11, decay_ratio=1.0)  # decay starts when warm-up ends
 )
 def test_factor_by_step(settings, factors):
     config = LRScheduler(**settings)
-    assert {step: lr_factor(step, config, total_steps=100) for step in factors} == pytest.approx(
+    assert {step: factor_at(step, config, 100) for step in factors} == pytest.approx(
         factors, abs=1e-7
     )
 
@@ -111,22 +122,22 @@ def test_factor_by_step(settings, factors):
     st.builds(
         LRScheduler,
         warmup_steps=st.integers(0, 60),
-        decay_ratio=st.floats(0, 1),
+        decay_length=st.one_of(st.integers(0, 60), st.just(""), st.just("37.5%")),
         decay_type=st.sampled_from(["linear", "cosine", "sqrt"]),
         min_lr_factor=st.floats(0, 1),
     ),
     st.integers(1, 60),
 )
 def test_every_schedule_rises_to_the_peak_and_then_falls_to_its_floor(config, total_steps):
-    factors = [lr_factor(step, config, total_steps) for step in range(1, total_steps + 1)]
+    factors = [factor_at(step, config, total_steps) for step in range(1, total_steps + 1)]
     warmup, rest = factors[: config.warmup_steps], factors[config.warmup_steps :]
     assert all(0 < factor <= 1 for factor in warmup)
     assert warmup == sorted(warmup)
     assert all(config.min_lr_factor <= factor <= 1 for factor in rest)
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rest))
-    if rest and round(config.decay_ratio * total_steps) > 0:
+    if rest and decay_of(config, total_steps, lambda step: step).steps:
         assert math.isclose(
-            lr_factor(total_steps + 1, config, total_steps), config.min_lr_factor, abs_tol=1e-12
+            factor_at(total_steps + 1, config, total_steps), config.min_lr_factor, abs_tol=1e-12
         )
     assert factors[-1] > 0
 
@@ -141,14 +152,14 @@ ONE_STEP = [
 
 @pytest.mark.parametrize(("settings", "factor"), ONE_STEP)
 def test_a_schedule_of_one_step_learns(settings, factor):
-    assert lr_factor(1, LRScheduler(**settings), total_steps=1) == pytest.approx(factor)
+    assert factor_at(1, LRScheduler(**settings), 1) == pytest.approx(factor)
 
 
 def transformers_schedule(config, total_steps):
     """Return torch's LambdaLR as transformers makes it, for a decay that ends one step later."""
     transformers = pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    decay_steps = min(round(config.decay_ratio * total_steps), total_steps - config.warmup_steps)
+    decay_steps = decay_of(config, total_steps, lambda until: until).steps
     return transformers.get_wsd_schedule(
         optimizer,
         num_warmup_steps=config.warmup_steps,
@@ -160,15 +171,15 @@ def transformers_schedule(config, total_steps):
 
 
 @pytest.mark.parametrize("min_lr_factor", [0.0, 0.1])
-@pytest.mark.parametrize("decay_ratio", [1.0, 0.3, 0.05])
+@pytest.mark.parametrize("decay_length", ["", "30%", 1])
 @pytest.mark.parametrize("decay_type", ["linear", "cosine", "sqrt"])
 def test_from_the_peak_on_each_step_has_the_learning_rate_of_transformers(
-    decay_type, decay_ratio, min_lr_factor
+    decay_type, decay_length, min_lr_factor
 ):
     config = LRScheduler(
         warmup_steps=3,
         decay_type=decay_type,
-        decay_ratio=decay_ratio,
+        decay_length=decay_length,
         min_lr_factor=min_lr_factor,
     )
     schedule = transformers_schedule(config, total_steps=20)
@@ -176,5 +187,91 @@ def test_from_the_peak_on_each_step_has_the_learning_rate_of_transformers(
         schedule.optimizer.step()
         schedule.step()
         if step >= config.warmup_steps:  # before, transformers rises from min_lr_ratio
-            factor = lr_factor(step, config, total_steps=20)
+            factor = factor_at(step, config, 20)
             assert factor == pytest.approx(schedule.get_last_lr()[0])
+
+
+# of 1,000 steps with 1,000 tokens each, 200 of them warm-up
+@pytest.mark.parametrize(
+    ("begin", "length", "decay"),
+    [
+        ("", "", Decay(200, 800)),
+        ("", 100, Decay(900, 100)),
+        ("", "10%", Decay(900, 100)),
+        ("", "0.1M tokens", Decay(900, 100)),
+        ("", "100001 tokens", Decay(899, 101)),
+        ("", 5000, Decay(200, 800)),
+        ("", "1B tokens", Decay(200, 800)),
+        ("", 0, Decay(1000, 0)),
+        (600, "", Decay(600, 400)),
+        ("60%", "", Decay(600, 400)),
+        ("0.6M tokens", "", Decay(600, 400)),
+        ("600001 tokens", 50, Decay(601, 50)),
+        (600, "0.05M tokens", Decay(600, 50)),
+        (600, "2 M tokens", Decay(600, 2000)),
+        (5000, 100, Decay(5000, 100)),
+        (5000, "", Decay(5000, 0)),
+        (0, "0 tokens", Decay(0, 0)),
+    ],
+)
+def test_a_decay_is_given_in_steps_tokens_or_a_share(begin, length, decay):
+    schedule = LRScheduler(warmup_steps=200, decay_begin=begin, decay_length=length)
+    assert decay_of(schedule, 1000, lambda step: 1000 * step) == decay
+
+
+def test_tokens_are_counted_over_a_ramp_of_batches():
+    config = load_config(
+        DEBUG,
+        ["--training.global_batch_ramp=4 until 20", "--lr_scheduler.decay_begin=40960 tokens"],
+    )
+    layout = Layout.from_config(config, 2)  # 256 tokens a sequence; then 8 sequences
+    decay = decay_of(config.lr_scheduler, config.training.steps, layout.tokens_until)
+    assert layout.tokens_until(decay.begin) == 40_960
+    assert decay == Decay(30, 50)
+
+
+def test_begin_and_length_in_steps_do_not_depend_on_the_end_of_the_run():
+    schedule = LRScheduler(warmup_steps=10, decay_begin=60, decay_length=40)
+    short, long = (
+        [factor_at(step, schedule, steps) for step in range(1, 80)] for steps in (80, 1000)
+    )
+    assert short == long
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["decay_begin=9"], "decay_begin = 9 comes before lr_scheduler.warmup_steps = 10; use"),
+        (
+            ["decay_begin=1%"],
+            'decay_begin = "1%" is step 1, which comes before lr_scheduler.warmup_steps = 10; use',
+        ),
+        (
+            ["decay_begin=50", "decay_length=20", "min_lr_factor=0"],
+            "decay_length = 20 ends at step 70, and the rate is 0 up to training.steps = 100; use"
+            " decay_length = 50, or min_lr_factor above 0",
+        ),
+    ],
+)
+def test_a_decay_that_cannot_be_is_refused(options, message):
+    config = load_config(DEBUG, [f"--lr_scheduler.{option}" for option in options])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(config, Layout.from_config(config, 2))
+
+
+@pytest.mark.parametrize("value", ["-1", "120%", "8 steps", "tokens", "2K tokens", "1.5"])
+def test_an_amount_of_another_form_is_refused(value):
+    with pytest.raises(ConfigError, match=r'decay_length = .*expected .*"20%", "2B tokens"'):
+        load_config(DEBUG, [f"--lr_scheduler.decay_length={value}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("decay_ratio", "use lr_scheduler.decay_length"),
+        ("total_steps", "use lr_scheduler.decay_be"),
+    ],
+)
+def test_a_key_of_before_is_refused_with_the_one_of_now(key, instead):
+    with pytest.raises(ConfigError, match=instead):
+        load_config(DEBUG, [f"--lr_scheduler.{key}=1"])

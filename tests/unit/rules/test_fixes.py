@@ -53,6 +53,11 @@ RECIPES = {
     "long sequence": (1, "seq_len=200000"),
     "momentum": (2, "optimizer.momentum=0.9"),
     "eps": (2, "optimizer.name=Lion optimizer.eps=1e-6"),
+    "decay of no length": (2, "lr_scheduler.decay_begin=50 lr_scheduler.decay_length=0"),
+    "end of the decay": (
+        2,
+        "lr_scheduler.min_lr_factor=0 lr_scheduler.decay_begin=50 lr_scheduler.decay_length=20",
+    ),
     "compression without groups": (2, POWERSGD),
     "compression of no step": (2, f"{POWERSGD} replicate=2"),
     "compression by a large rank": (

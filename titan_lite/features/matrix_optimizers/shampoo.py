@@ -52,9 +52,9 @@ def inverse_fourth_root(factor: Tensor, eps: float) -> Tensor:
 
 
 def first_preconditioned_step(config: Config) -> int:
-    """Return the first step with roots; a short schedule has them in its last."""
+    """Return the first step with roots; a short run has them in its last."""
     start = MatrixOptimizerKeys.of(config).start_preconditioning_step
-    return min(start, config.total_steps)
+    return min(start, config.training.steps)
 
 
 def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:

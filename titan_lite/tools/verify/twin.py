@@ -150,7 +150,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     small = config.replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
-        lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, total_steps=-1),
+        lr_scheduler=config.lr_scheduler.replace(warmup_steps=0, decay_begin=""),
         parallelism=_parallelism(config, layout),
         compile=config.compile.replace(backend="aot_eager"),
         checkpoint=Checkpoint(),

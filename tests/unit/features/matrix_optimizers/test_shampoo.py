@@ -264,7 +264,6 @@ def test_blocks_cover_a_matrix_row_by_row():
 def test_shampoo_has_roots_in_a_run_of_three_steps():
     for options, step in (
         (["--training.steps=3"], 3),
-        (["--training.steps=3", "--lr_scheduler.total_steps=12"], 10),
         (["--training.steps=300"], 10),
         (["--training.steps=4", "--optimizer.start_preconditioning_step=5"], 4),
         (["--training.steps=4", "--optimizer.start_preconditioning_step=2"], 2),
