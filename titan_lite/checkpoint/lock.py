@@ -14,9 +14,11 @@ import fcntl
 import os
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from titan_lite import manifest
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import error_because_of
 from titan_lite.logging import logger
@@ -142,6 +144,47 @@ class FolderLock(_LockedFile):
             return os.path.samestat(os.fstat(self.file), os.stat(self.path))
         except OSError:
             return False
+
+
+class StepHold(_LockedFile):
+    """A step of another run that this one begins from, and which that run does not delete until
+    this process ends or releases it. Several runs may hold a step; nothing is written.
+    """
+
+    def __init__(self, step: Path):
+        super().__init__(step / manifest.NAME)
+
+    def acquire(self) -> bool:
+        """Return False if the step is not there, is being deleted, or cannot be locked."""
+        try:
+            file = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return False
+        self.file = file
+        return True
+
+
+@contextmanager
+def not_held(step: Path) -> Iterator[bool]:
+    """Return a context in which no run can begin to hold a step; False if one does.
+
+    A file system without locks knows of none. Raises OSError.
+    """
+    file = os.open(step / manifest.NAME, os.O_RDWR)
+    try:
+        is_free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            is_free = error.errno in NO_LOCKS
+        yield is_free
+    finally:
+        os.close(file)
 
 
 class SaveLock(_LockedFile):

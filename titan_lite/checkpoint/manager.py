@@ -58,7 +58,7 @@ from titan_lite import manifest
 from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.host_copies import HostCopies
-from titan_lite.checkpoint.lock import FolderLock, SaveLock
+from titan_lite.checkpoint.lock import FolderLock, SaveLock, StepHold, not_held
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import RunState
 from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps, log_foreign_files
@@ -120,6 +120,7 @@ class Checkpointer(SavedSteps):
             instead="a folder that can be written",
         )
         self.save_lock = SaveLock(self.folder)  # of a run with groups
+        self.branch_hold = StepHold(Path(config.branch_from))
         self.is_alone = True  # no other group of the run had begun it
         self.shared_name = ""  # the same in groups of the run that see the same folders
         self.newest_saved = 0  # the last step on disk; 0: none
@@ -152,6 +153,7 @@ class Checkpointer(SavedSteps):
                 self.run_lock.acquire(self.run)
                 if self.config.enable:
                     self.lock()
+                    self._hold_branch()
             except ConfigError as in_use:
                 error = str(in_use)
         try:
@@ -163,6 +165,21 @@ class Checkpointer(SavedSteps):
         self.shared_name = first_nonempty(names, self._processes())
         others = max_over_ranks(int(not self.run_lock.is_alone), group=self._processes())
         self.is_alone = others == [0]
+
+    def _hold_branch(self) -> None:
+        """Hold the step that the run begins from, if it branches from another run's, until it has
+        saved one of its own. For rank 0.
+        """
+        path = Path(self.config.branch_from)
+        if not self.config.branch_from or self.present():
+            return
+        if self.branch_hold.acquire():
+            logger.info(f"{path} is kept by its run until this one has saved a checkpoint")
+        else:
+            logger.warning(
+                f"{path} cannot be locked: its run may delete it (checkpoint.keep_latest_k there)"
+                " before this one has saved a checkpoint"
+            )
 
     def check_shared(self) -> None:
         """Check that all ranks see the folder of the first one, where each writes its part of a
@@ -206,7 +223,7 @@ class Checkpointer(SavedSteps):
 
         It reads every byte of its share of the files; a step is intact if no rank finds a fault.
         """
-        path = self.path_of(step)
+        path = self.source_of(step)
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         try:
@@ -295,7 +312,7 @@ class Checkpointer(SavedSteps):
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors in place, on this rank's layout. Raises ConfigError on all ranks."""
-        path = self.path_of(step)
+        path = self.source_of(step)
         error = ""
         try:
             tensor_files.load(path, tensors)
@@ -446,7 +463,7 @@ class Checkpointer(SavedSteps):
             self.wait()
         restart = "begins again, as there is no checkpoint"
         if self.newest_saved:
-            restart = f"resumes from {self.path_of(self.newest_saved)}"
+            restart = f"resumes from {self.source_of(self.newest_saved)}"
         return f"started again, by hand or by the launcher, the run {restart}"
 
     def _begin(self, step: int, needed_bytes: int) -> None:
@@ -495,6 +512,7 @@ class Checkpointer(SavedSteps):
             f"checkpoint written to {self.path_of(step)}",
             extra={"event": "checkpoint", "step": step},
         )
+        self.branch_hold.release()
         self._retain()
 
     def _check_lock(self) -> None:
@@ -502,17 +520,21 @@ class Checkpointer(SavedSteps):
             raise CheckpointError("the folder or its lock was removed during the run")
 
     def _retain(self) -> None:
-        """Delete all but the newest keep_latest_k complete steps; a step is renamed before it is
-        deleted.
+        """Delete all but the newest keep_latest_k complete steps, and those that a branch holds; a
+        step is renamed before it is deleted.
         """
         if not self.config.keep_latest_k:
             return
         try:
             for step in self.steps()[: -self.config.keep_latest_k]:
-                renamed = self.folder / f"deleting-step-{step}"
-                self.path_of(step).rename(renamed)
-                manifest.sync(self.folder)
-                shutil.rmtree(renamed)
+                with not_held(self.path_of(step)) as is_free:
+                    if not is_free:
+                        logger.info(f"step-{step} is kept: another run begins from it")
+                        continue
+                    renamed = self.folder / f"deleting-step-{step}"
+                    self.path_of(step).rename(renamed)
+                    manifest.sync(self.folder)
+                    shutil.rmtree(renamed)
         except OSError as error:
             logger.warning(f"an old checkpoint was not deleted: {error}")
 

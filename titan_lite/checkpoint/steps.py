@@ -17,8 +17,8 @@ from titan_lite import manifest
 from titan_lite.checkpoint import state
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import Checkpoint, ConfigError
-from titan_lite.config.errors import error_because_of
-from titan_lite.config.weights_folder import METADATA, STATE
+from titan_lite.config.errors import error_because_of, shown
+from titan_lite.config.weights_folder import METADATA, STATE, steps_in
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError, FileDigest
 from titan_lite.text import first_names
@@ -46,6 +46,15 @@ class SavedSteps:
 
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step}"
+
+    def source_of(self, step: int) -> Path:
+        """Return the folder that a step is read from: one that this run has not saved is that of
+        checkpoint.branch_from.
+        """
+        own = self.path_of(step)
+        if self.config.branch_from and not own.exists():
+            return Path(self.config.branch_from)
+        return own
 
     def present(self) -> list[int]:
         """Return the steps that have a folder, complete or not, oldest first.
@@ -81,7 +90,7 @@ class SavedSteps:
 
         Checks the names and sizes of its files and the content of the small ones.
         """
-        path = self.path_of(step)
+        path = self.source_of(step)
         try:
             files = manifest.check_step(path, step)
             small = {name: files[name] for name in sorted(files.keys() & SMALL_FILES)}
@@ -93,7 +102,7 @@ class SavedSteps:
 
     def check_state(self, step: int) -> None:
         """Raise CorruptFileError if state.json is damaged or of another step."""
-        if state.read_state(self.path_of(step)).step != step:
+        if state.read_state(self.source_of(step)).step != step:
             raise CorruptFileError(f"{STATE} is of another step")
 
     def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
@@ -115,8 +124,11 @@ class SavedSteps:
             if step not in faults:
                 fault = self.fault(step)
                 if not fault:
+                    self._check_branch(step)
                     return step
                 faults[step] = fault
+        if self.config.branch_from and not present:
+            return self._branch_step(faults)
         if present:
             reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
             raise ConfigError(
@@ -156,15 +168,42 @@ class SavedSteps:
             return newest
         raise ConfigError(
             f"checkpoint.load_step = {step}: {self.folder} has newer checkpoints, up to {newest},"
-            f" which this run would save again; move them away, or copy step-{step} into the"
-            " checkpoint folder of another job.dump_folder"
+            " which this run would save again; move them away, or begin another run with"
+            f" checkpoint.branch_from = {shown(str(self.path_of(step)))}"
         )
+
+    def _branch_step(self, faults: Mapping[int, str]) -> int:
+        """Return the step of checkpoint.branch_from. Raises ConfigError."""
+        path = Path(self.config.branch_from)
+        try:
+            step = state.read_state(path).step
+            fault = faults.get(step) or self.fault(step)
+        except CorruptFileError as error:
+            fault = str(error) if path.is_dir() else "there is no such folder"
+        if not fault:
+            return step
+        others = [each for each in steps_in(path) or steps_in(path.parent) if each != path]
+        instead = f"a checkpoint such as {others[0]}" if others else "another run's step-N"
+        raise ConfigError(f"checkpoint.branch_from = {shown(str(path))}: {fault}; use {instead}")
+
+    def _check_branch(self, step: int) -> None:
+        """Raise ConfigError if the run that has saved a step has not begun where this one is to."""
+        branch = self.config.branch_from
+        if not branch:
+            return
+        was = self.read_state(step).identity.recipe.get("checkpoint", {}).get("branch_from", "")
+        if was != branch:
+            began = f"began from {was}" if was else "is no branch"
+            raise ConfigError(
+                f"checkpoint.branch_from = {shown(branch)}: the run in {self.folder}, with"
+                f" step-{step}, {began}; use another job.dump_folder"
+            )
 
     def read_state(self, step: int) -> SavedState:
         """Return what a step has beside its tensors. Raises ConfigError."""
         try:
-            return state.read_state(self.path_of(step))
+            return state.read_state(self.source_of(step))
         except CorruptFileError as error:
             raise ConfigError(
-                f"{self.path_of(step)}/{error}; use another step with checkpoint.load_step"
+                f"{self.source_of(step)}/{error}; use another step with checkpoint.load_step"
             ) from None

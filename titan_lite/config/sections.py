@@ -433,6 +433,11 @@ class Checkpoint(Section):
     load_step: Annotated[int, Field(ge=1)] | Literal[-1] = -1
     """Step of the checkpoint to resume from; -1: the newest."""
 
+    branch_from: RecipePath = ""
+    """Checkpoint of another run, such as "../outputs/trunk/checkpoint/step-8000", from which a run
+    that has no checkpoint of its own goes on: with its weights, optimizer and position in the data.
+    Nothing is copied."""
+
     initial_load_path: RecipePath = ""
     """Initial weights of a run that has no checkpoint, for any layout: a checkpoint, a run's folder
     (its newest one), a checkpoint of torchtitan, or a Hugging Face folder

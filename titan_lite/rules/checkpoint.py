@@ -25,6 +25,30 @@ def a_step_is_loaded_from_checkpoints(config: Config) -> Iterator[Mistake]:
         yield Mistake("checkpoint.load_step", checkpoint.load_step, why, "checkpoint.enable = true")
     if checkpoint.must_resume:
         yield Mistake("checkpoint.must_resume", True, why, "checkpoint.enable = true")
+    if checkpoint.branch_from:
+        path = checkpoint.branch_from
+        yield Mistake("checkpoint.branch_from", path, why, "checkpoint.enable = true")
+
+
+@rule_of_keys
+def a_branch_has_one_beginning(config: Config) -> Iterator[Mistake]:
+    checkpoint = config.checkpoint
+    if not checkpoint.branch_from:
+        return
+    if checkpoint.load_step != -1:
+        yield Mistake(
+            key="checkpoint.load_step",
+            value=checkpoint.load_step,
+            why="is of the run's own checkpoints, and checkpoint.branch_from names another run's",
+            instead="-1",
+        )
+    if checkpoint.initial_load_path:
+        yield Mistake(
+            key="checkpoint.initial_load_path",
+            value=checkpoint.initial_load_path,
+            why="has no effect: the weights are those of checkpoint.branch_from",
+            instead="one of both",
+        )
 
 
 @rule_of_inputs
