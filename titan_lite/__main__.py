@@ -31,6 +31,7 @@ TOOLS = {
     "prepare": "titan_lite.tools.prepare",
     "report": "titan_lite.tools.report.page",
     "convert": "titan_lite.tools.convert",
+    "average": "titan_lite.tools.average",
     "generate": "titan_lite.tools.generate",
 }
 _is_interrupted = False  # by a signal
@@ -45,6 +46,7 @@ usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prin
   prepare   tokenize documents once, for many runs
   report    make a page of one run, or of several
   convert   convert weights from and to Hugging Face's format
+  average   average the weights of several checkpoints
   generate  continue a text with a run's weights
 """
 

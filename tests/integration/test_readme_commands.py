@@ -105,6 +105,9 @@ HERE = {
     "python -m titan_lite convert outputs/debug_model exported": Run("exported"),
     "python -m titan_lite convert Llama-3.1-8B initial": Run("initial"),
     "python -m titan_lite convert outputs/debug_model theirs --to torchtitan": Run("theirs"),
+    "python -m titan_lite average outputs/debug_model/checkpoint/step-* --output averaged": Run(
+        "averaged"
+    ),
     'python -m titan_lite generate Llama-3.1-8B --prompt "The quick brown fox"': Run(
         "The quick brown fox", "--max-new-tokens 5"
     ),

@@ -70,12 +70,17 @@ def write_step(
     weights: Weights,
     dtype: torch.dtype | None = None,
     tokenizer: TokenizerFiles = TokenizerFiles(),
+    *,
+    sources: Sequence[Path] = (),
 ) -> None:
-    """Write a step 0 with only the model, for checkpoint.initial_load_path. Raises ConfigError."""
+    """Write a step 0 with only the model, for checkpoint.initial_load_path.
+
+    sources: folders that the weights were made of. Raises ConfigError.
+    """
     _load_tokenizer(weights, tokenizer)
     identity = RunIdentity(model=dataclasses.asdict(weights.config))
     parts = {
-        "converted_from": {"folder": str(weights.folder.resolve())},
+        "converted_from": {"folders": [str(folder.resolve()) for folder in sources]},
         "special_tokens": weights.special_tokens,
     }
     fqns = {fqn: fqn for fqn in (*weights.shapes, *weights.buffers)}
@@ -333,9 +338,17 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str]) -> None:
     options = build_parser().parse_args(arguments)
     init_logging()
+    weights = open_weights(options.source, every_byte=True)
+    write(options, weights, [weights.folder])
+
+
+def write(options: Namespace, weights: Weights, sources: Sequence[Path]) -> None:
+    """Write weights as the options of `add_options_of_target` say, and a target, a new folder.
+
+    sources: what they were made of, which a step keeps. Raises ConfigError.
+    """
     if options.max_shard_size is not None and not options.max_shard_size > 0:  # nan is neither
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: use GB above 0, such as 5")
-    weights = open_weights(options.source, every_byte=True)
     parameters = sum(shape.numel() for shape in weights.shapes.values())
     logger.info(f"{weights.folder}: {weights.kind}, {parameters:,} parameters")
     target = options.to or ("hf" if isinstance(weights, CheckpointFolder) else "step")
@@ -349,9 +362,10 @@ def main(arguments: Sequence[str]) -> None:
             f"--max-shard-size {options.max_shard_size}: a checkpoint has a file for each tensor;"
             " leave it out, or use --to hf"
         )
+    elif target == "step":
+        write_step(options.target, weights, dtype, tokenizer, sources=sources)
     else:
-        write = write_step if target == "step" else write_torchtitan
-        write(options.target, weights, dtype, tokenizer)
+        write_torchtitan(options.target, weights, dtype, tokenizer)
     if not tokenizer.paths:
         logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
     logger.info(f"written to {options.target}")
@@ -361,6 +375,12 @@ def build_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("source", help="a checkpoint, a run's folder, or a Hugging Face folder")
     parser.add_argument("target", type=Path, help="a new folder")
+    add_options_of_target(parser)
+    return parser
+
+
+def add_options_of_target(parser: Parser) -> None:
+    """Add the options that say what `write` writes."""
     parser.add_argument(
         "--to",
         choices=("hf", "step", "torchtitan"),
@@ -376,13 +396,12 @@ def build_parser() -> Parser:
         metavar="PATH",
         help=(
             "the model's tokenizer, a file or a folder that has one, to copy beside the weights"
-            " (default: that of SOURCE)"
+            " (default: that of the source)"
         ),
     )
     parser.add_argument(
         "--max-shard-size", type=float, metavar="GB", help="largest safetensors file (default 5)"
     )
-    return parser
 
 
 def find_tokenizer(options: Namespace, weights: Weights) -> TokenizerFiles:
