@@ -225,9 +225,17 @@ def random_tensor(shapes: Shapes, device: torch.device, *size: int) -> Tensor:
     return torch.randn(*size, dtype=shapes.dtype, device=device)
 
 
-def rank_main(
-    pipe: Connection, rank: int, ranks: int, port: str, overrides: str, rounds: int, steps: int
+def rank_main(  # noqa: PLR0913
+    pipe: Connection,
+    rank: int,
+    ranks: int,
+    port: str,
+    folder: str,
+    overrides: str,
+    rounds: int,
+    steps: int,
 ) -> None:
+    """Train on this rank. folder: of the run, the same on all ranks."""
     libtorch = ctypes.CDLL(torch._C.__file__)
     count_all = ctypes.c_bool.in_dll(libtorch, "FLAGS_caffe2_report_cpu_memory_usage")
     count_all.value = True  # before the first tensor, as in benchmark_fsdp.py
@@ -237,57 +245,58 @@ def rank_main(
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = port
-    with tempfile.TemporaryDirectory() as folder:
-        config = load_config(
-            RECIPE, [*COMMON.split(), *overrides.split(), f"--job.dump_folder={folder}"]
-        )
-        layout = lay_out(config, ranks)
-        trainer = Trainer(config)
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        machine = find_machine("", device)
-        assert machine is not None
+    config = load_config(
+        RECIPE, [*COMMON.split(), *overrides.split(), f"--job.dump_folder={folder}"]
+    )
+    layout = lay_out(config, ranks)
+    trainer = Trainer(config)
+    trainer.hooks = []  # which expect `train` to have begun
+    device = torch.device("cpu")
+    torch.set_num_threads(1)
+    machine = find_machine("", device)
+    assert machine is not None
 
-        def step() -> None:
-            trainer.progress.step += 1
-            trainer.train_step()
-            trainer.read_metrics(wait=True)
+    def step() -> None:
+        trainer.progress.step += 1
+        trainer.train_step()
+        trainer.read_metrics(wait=True)
 
-        for _ in range(WARM_UP_STEPS):
-            step()
+    for _ in range(WARM_UP_STEPS):
+        step()
+    gc.collect()
+    peak = peak_memory(step, device)  # type: ignore[arg-type]
+    count_all.value = False
+    shapes = Shapes(
+        layout.model,
+        layout.microbatch_size,
+        len(trainer.model.positions),
+        layout.degrees["tp"],
+        torch.float32,
+    )
+    speeds: list[Speeds] = []
+    seconds: list[float] = []
+    for _ in range(rounds):
+        speeds.append(measure(shapes, device))
         gc.collect()
-        peak = peak_memory(step, device)  # type: ignore[arg-type]
-        count_all.value = False
-        shapes = Shapes(
-            layout.model,
-            layout.microbatch_size,
-            len(trainer.model.positions),
-            layout.degrees["tp"],
-            torch.float32,
-        )
-        speeds: list[Speeds] = []
-        seconds: list[float] = []
-        for _ in range(rounds):
-            speeds.append(measure(shapes, device))
-            gc.collect()
-            dist.barrier()
-            for _ in range(steps):
-                start = time.perf_counter()
-                step()
-                seconds.append(time.perf_counter() - start)
-        pipe.send(Measured(seconds, peak, speeds, machine))
-        progress.end_phases()
         dist.barrier()
-        dist.destroy_process_group()
+        for _ in range(steps):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+    pipe.send(Measured(seconds, peak, speeds, machine))
+    progress.end_phases()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
     """Train a layout. Return its seconds and bytes, and what it is planned from, as JSON."""
     port = Path(str(free_port()))
-    world = start_world(rank_main, ranks, port, overrides, rounds, steps)
-    of_ranks: list[Measured] = world.receive()
-    for process in world.processes:
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        world = start_world(rank_main, ranks, port, folder, overrides, rounds, steps)
+        of_ranks: list[Measured] = world.receive()
+        for process in world.processes:
+            process.join()
     first = of_ranks[0]
     rounds_of_first = [dataclasses.asdict(speeds) for speeds in first.speeds]
     reached = {

@@ -383,7 +383,7 @@ def test_a_recomputed_block_computes_its_forward_again(traces_long):
     saved, less = (
         kept(stage_of(traces_long[key, 3].tensors, 3, pipelined=False)) for key in ("fsdp", "full")
     )
-    assert less < 0.3 * saved
+    assert less < 0.5 * saved
 
 
 @pytest.mark.slow
