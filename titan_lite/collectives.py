@@ -29,6 +29,8 @@ class Axis:
     group: str = ""  # name of their process group
     degree: int = 1
     rank: int = 0  # this rank's, along the axis
+    # of tensor parallelism: of each sequence, between blocks (`all_tokens_on_each_rank`)
+    has_all_tokens: bool = False
 
 
 ALONE = Axis()

@@ -14,8 +14,10 @@ tail, so that all ranks do the same work under a causal mask:
     rank 1                                 1   2         2 + 3
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ from torch import Tensor
 from titan_lite.collectives import Axis
 from titan_lite.distributed.tensor_parallel import gather_tokens
 from titan_lite.models.attention import fits_flash
-from titan_lite.models.transformer import Transformer, attentions_of
+from titan_lite.models.transformer import Transformer, attend, attentions_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `causal_attention`
 
@@ -52,6 +54,24 @@ def apply_context_parallel(model: Transformer, axis: Axis, attend: Attend) -> No
     parallel = ContextParallelAttention(axis, attend)
     for attention in attentions_of(model, user, otherwise).values():
         attention.attend = parallel  # in place of the function
+
+
+@contextmanager
+def whole_sequences(model: Transformer) -> Iterator[None]:
+    """Return a context without context parallelism: a rank has whole sequences of its own."""
+    attentions: list[Any] = [getattr(block, "attention", None) for block in model.layers.values()]
+    parallel = {
+        attention: attention.attend
+        for attention in attentions
+        if isinstance(getattr(attention, "attend", None), ContextParallelAttention)
+    }
+    for attention in parallel:
+        attention.attend = attend
+    try:
+        yield
+    finally:
+        for attention, attend_to_all in parallel.items():
+            attention.attend = attend_to_all
 
 
 @dataclass(frozen=True)

@@ -21,54 +21,31 @@ for all rows. Modules run in eager mode, whatever the recipe compiles, on the sa
 Dimensions: as in models/transformer.py; S, the places of a row: its padding, prompt, new tokens.
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.collectives import all_gather
 from titan_lite.config import ConfigError
-from titan_lite.distributed.context_parallel import ContextParallelAttention
+from titan_lite.distributed.context_parallel import whole_sequences
+from titan_lite.distributed.layout import AXES
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.distributed.pipeline import Pipeline
 from titan_lite.distributed.process_group import all_gather_objects
-from titan_lite.distributed.tensor_parallel import axis_of, whole_tokens
-from titan_lite.models.loss import VocabularyShard
-from titan_lite.models.transformer import Mask, Transformer, attention_mask, rope_tables
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The choice of a token. Defaults are those of the command line."""
-
-    temperature: float = 0.8  # below 1 favors likely tokens; 0: the likeliest, of equals the first
-    top_k: int = 0  # only the likeliest tokens, so many; 0: all
-    top_p: float = 0.95  # only the likeliest tokens, up to this total probability
-    seed: int = 0
-
-    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Draw a token from logits (V,)."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        logits, tokens = (logits / self.temperature).sort(descending=True, stable=True)
-        probabilities = logits.softmax(0)
-        before = probabilities.cumsum(0) - probabilities
-        keep = before < self.top_p  # includes the token that reaches top_p
-        keep[0] = True
-        if self.top_k:
-            keep[self.top_k :] = False
-        return int(tokens[torch.multinomial(probabilities * keep, 1, generator=generator)])
-
+from titan_lite.distributed.tensor_parallel import all_tokens_on_each_rank, axis_of
+from titan_lite.models.decoder import Decoder, Sampling, decoding
+from titan_lite.sharding import chunk_size
 
 GREEDY = Sampling(temperature=0)
+NO_NUMBER = -1  # in the place of a token, where a logit is NaN or infinite
 
 
-def generate(
+def generate(  # noqa: PLR0913  what a request says, as plain values
     model: ParallelModel,
     prompts: Sequence[Sequence[int]],
     *,
@@ -99,4 +76,157 @@ def generate(
     Raises ConfigError on all ranks for a prompt that is empty or does not fit, and for logits that
     are no numbers.
     """
-    raise NotImplementedError
+    mesh = model.mesh
+    cp_rank, cp = mesh["cp"].get_local_rank(), mesh["cp"].size()
+    own = range(cp_rank, len(prompts), cp)
+    room = model.layout.model.max_seq_len - max_new_tokens
+    of_ranks = all_gather_objects((_why_not(prompts, room), len(own)))
+    for why_not, _ in of_ranks:
+        if why_not:
+            raise ConfigError(why_not)
+    most = max(count for _, count in of_ranks)
+
+    def ends(index: int, text: Sequence[int]) -> bool:
+        return (
+            len(text) == max_new_tokens
+            or text[-1] in stop
+            or (is_complete is not None and is_complete(index, text))
+        )
+
+    texts: dict[int, list[int]] = {}
+    for start in range(0, most, batch_size):
+        batch = own[start : start + batch_size]
+        rows = min(batch_size, most - start)
+        generators = [
+            torch.Generator().manual_seed((sampling.seed + (seeds[i] if seeds else i)) % 2**63)
+            for i in batch
+        ]
+
+        def choose(logits: Tensor, generators: Sequence[torch.Generator] = generators) -> list[int]:
+            logits = logits[:, :vocab_size].float().cpu()
+            return [
+                sampling.draw(row, generator) if row.isfinite().all() else NO_NUMBER
+                for row, generator in zip(logits, generators, strict=False)  # others are empty
+            ]
+
+        new = _generate_batch(
+            model, [prompts[i] for i in batch], batch, rows, max_new_tokens, choose, ends
+        )
+        texts |= zip(batch, new, strict=True)
+    for of_rank in all_gather_objects(texts, mesh.get_group("cp")) if cp > 1 else ():
+        texts |= of_rank
+    return [texts[i] for i in range(len(prompts))]
+
+
+def _why_not(prompts: Sequence[Sequence[int]], room: int) -> str:
+    """Return what is wrong with prompts; "" if nothing is. room: the most tokens of a prompt."""
+    for prompt in prompts:
+        if not 0 < len(prompt) <= room:
+            return (
+                f"a prompt to continue has {len(prompt)} tokens; use 1 to {room}, the model's"
+                " max_seq_len without the new tokens"
+            )
+    return ""
+
+
+def _generate_batch(
+    model: ParallelModel,
+    prompts: Sequence[Sequence[int]],
+    indices: Sequence[int],
+    rows: int,
+    max_new_tokens: int,
+    choose: Callable[[Tensor], list[int]],
+    ends: Callable[[int, Sequence[int]], bool],
+) -> list[list[int]]:
+    """Return the new tokens of up to `rows` prompts, also of none. A collective of all ranks.
+
+    choose: logits (B, V) -> a token for each prompt. ends: (index, new tokens) -> True if a text is
+    complete.
+    """
+    mesh, device = model.mesh, model.device
+    width = _largest(max(map(len, prompts), default=1), mesh, device)
+    padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    padded += [[0] * width] * (rows - len(prompts))
+    lengths = [*map(len, prompts), *[width] * (rows - len(prompts))]
+    padding = width - torch.tensor(lengths, device=device)
+    tokens = torch.tensor(padded, device=device)
+    texts: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(len(prompts)))
+    with ExitStack() as contexts:
+        decoders = []
+        for stage in model.stages:
+            contexts.enter_context(whole_sequences(stage.model))
+            contexts.enter_context(all_tokens_on_each_rank(stage.model))
+            decoders.append(
+                contexts.enter_context(
+                    decoding(
+                        stage.model,
+                        width + max_new_tokens,
+                        padding if min(lengths) < width else None,
+                    )
+                )
+            )
+        state = 1
+        while state:
+            chosen = _next_tokens(model, decoders, tokens, len(prompts), choose)
+            for row in [*open_rows]:
+                texts[row].append(chosen[row])
+                if ends(indices[row], texts[row]):
+                    open_rows.remove(row)
+            # 2: stop, there is no token; 1: go on; 0: all texts of all ranks are complete
+            state = 2 if NO_NUMBER in chosen else int(bool(open_rows))
+            state = _largest(state, mesh, device)
+            if state == 2:
+                raise ConfigError(
+                    "there is no next token: the model's logits are NaN or infinite;"
+                    " use an earlier checkpoint"
+                )
+            tokens = torch.tensor([*chosen, *[0] * (rows - len(chosen))], device=device)[:, None]
+    return texts
+
+
+@torch.no_grad()
+def _next_tokens(
+    model: ParallelModel,
+    decoders: Sequence[Decoder],
+    tokens: Tensor,
+    prompts: int,
+    choose: Callable[[Tensor], list[int]],
+) -> list[int]:
+    """Return the token after tokens (B, t) in each row, of which the first `prompts` have one."""
+    runner = model.runner
+    if not isinstance(runner, Pipeline):
+        return choose(_all_logits(model, decoders[0](tokens)))
+    hidden = (*tokens.shape, model.layout.model.dim)
+    output, sends = runner.forward(decoders, tokens, hidden)
+    chosen = torch.zeros(prompts, dtype=torch.int64, device=model.device)
+    if runner.has_last:
+        chosen = torch.tensor(
+            choose(_all_logits(model, output)), dtype=torch.int64, device=model.device
+        )
+    last = runner.split.rank_of[runner.last_stage]
+    dist.broadcast(chosen, group=runner.group, group_src=last)
+    for work, _ in sends:
+        work.wait()
+    return chosen.tolist()
+
+
+def _all_logits(model: ParallelModel, logits: Tensor) -> Tensor:
+    """Return logits (B, V) from those of this rank's entries of the vocabulary, (B, 1, v)."""
+    tp = axis_of(model.mesh["tp"])
+    own = logits[:, 0]
+    if tp.degree == 1:
+        return own
+    vocab_size = model.layout.model.vocab_size
+    entries = chunk_size(vocab_size, tp.degree)
+    by_entry = F.pad(own, (0, entries - own.shape[1])).t().contiguous()  # the last may have fewer
+    return all_gather(by_entry, tp.degree, tp.group)[:vocab_size].t()
+
+
+def _largest(value: int, mesh: DeviceMesh, device: torch.device) -> int:
+    """Return the largest value of all ranks."""
+    largest = torch.tensor(value, device=device)
+    for axis in AXES:
+        if mesh[axis].size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return int(largest)

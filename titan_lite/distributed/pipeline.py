@@ -11,6 +11,7 @@ A microbatch's loss is divided by the number of tokens of the step, so gradients
 averaged, and do not depend on the number of microbatches.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -194,21 +195,34 @@ class Pipeline:
         ]
         for tokens, *values in zip(*chunks, strict=True):
             kwargs = dict(zip(model_kwargs, values, strict=True))
-            output = tokens
-            for number, stage in self.stages.items():
-                if number > 0 and self.split.rank_of[number - 1] != self.rank:
-                    output = self._receive_hidden(self.split.rank_of[number - 1])
-                output = stage(output, **kwargs)
-                if number == self.last_stage:
-                    losses.append(output)
-                elif self.split.rank_of[number + 1] != self.rank:
-                    sends.append(self._send_hidden(output, self.split.rank_of[number + 1]))
+            calls = [functools.partial(stage, **kwargs) for stage in self.stages.values()]
+            output, sent = self.forward(calls, tokens, self.shapes.hidden)
+            sends += sent
+            if self.has_last:
+                losses.append(output)
         for work, _ in sends:
             work.wait()
         return torch.cat(losses) if self.has_last else self._no_losses(batch)
 
-    def _receive_hidden(self, rank: int) -> Tensor:
-        hidden = torch.empty(self.shapes.hidden, dtype=self.shapes.dtype, device=self.device)
+    def forward(
+        self, stages: Sequence[Callable[[Tensor], Tensor]], x: Tensor, hidden: Sequence[int]
+    ) -> tuple[Tensor, list[tuple[dist.Work, Tensor]]]:
+        """Run tokens x through all stages, with `stages` in the place of this rank's.
+
+        hidden: the shape of hidden states. Returns the output of this rank's last stage, and what
+        has to be waited for: the hidden states that are sent.
+        """
+        sends = []
+        for number, stage in zip(self.stages, stages, strict=True):
+            if number > 0 and self.split.rank_of[number - 1] != self.rank:
+                x = self._receive_hidden(self.split.rank_of[number - 1], hidden)
+            x = stage(x)
+            if number < self.last_stage and self.split.rank_of[number + 1] != self.rank:
+                sends.append(self._send_hidden(x, self.split.rank_of[number + 1]))
+        return x, sends
+
+    def _receive_hidden(self, rank: int, shape: Sequence[int]) -> Tensor:
+        hidden = torch.empty(shape, dtype=self.shapes.dtype, device=self.device)
         dist.recv(hidden, group=self.group, group_src=rank)
         return hidden
 

@@ -19,8 +19,9 @@ tensors: a graph has plain collectives.
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_lite.collectives import Axis, all_gather, reduce_scatter
+from titan_lite.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import (
@@ -148,6 +149,21 @@ def apply_styles(
             if not getattr(module, "exchanges_tokens", False):
                 cls: Any = type(module)
                 module.__class__ = _parallel_class(cls, style)
+
+
+@contextmanager
+def all_tokens_on_each_rank(model: nn.Module) -> Iterator[None]:
+    """Return a context without sequence parallelism: each rank has all tokens between blocks, T of
+    any number. For forwards without a gradient, such as that of a single token.
+    """
+    split = [module for module in model.modules() if "tp_axis" in module.__dict__]
+    for module in split:
+        module.__dict__["tp_axis"] = replace(module.__dict__["tp_axis"], has_all_tokens=True)
+    try:
+        yield
+    finally:
+        for module in split:
+            module.__dict__["tp_axis"] = replace(module.__dict__["tp_axis"], has_all_tokens=False)
 
 
 def check_styles(model: Transformer, family: str) -> None:
@@ -308,11 +324,15 @@ class _Tokens(torch.autograd.Function):
 # Inductor's pass for asynchronous tensor parallelism recognises cat and chunk.
 def all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
     """All-gather tokens, without a gradient: (B, t, C) -> (B, T, C)."""
+    if axis.has_all_tokens:
+        return x
     parts = all_gather(x.contiguous(), axis.degree, axis.group)
     return torch.cat(parts.chunk(axis.degree), dim=1)
 
 
 def reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter tokens, without a gradient: (B, T, C) -> (B, t, C)."""
+    if axis.has_all_tokens:
+        return all_reduce(x.contiguous(), "sum", axis.group)
     parts = torch.cat(x.chunk(axis.degree, dim=1))
     return reduce_scatter(parts, axis.degree, axis.group)
