@@ -283,9 +283,9 @@ FAULTS = (
     ),
     # Each generated token has the first position.
     Fault(
-        "tools/generate.py",
-        "cos, sin = self.rope_cos[self.tokens :], self.rope_sin[self.tokens :]",
-        "cos, sin = self.rope_cos, self.rope_sin",
+        "models/decoder.py",
+        "cos, sin = (table[past : self.tokens] for table in self.rope)",
+        "cos, sin = self.rope",
         ("unit/tools/test_generate.py",),
     ),
     # A pipeline receives one microbatch at a time.

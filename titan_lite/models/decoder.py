@@ -77,7 +77,7 @@ class Decoder:
         self.model = model
         self.padding = padding
         self.tokens = 0  # so far
-        self.rope = rope_tables(model.config, range(max_tokens), model.rope_cos.device)
+        self.rope = rope_tables(model.config, range(max_tokens), self.device)
         self.caches = {
             number: CachedAttention(
                 max_tokens,
@@ -85,6 +85,10 @@ class Decoder:
             )
             for number in attentions_of(model, "generate keeps keys and values")
         }
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.rope_cos.device
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:

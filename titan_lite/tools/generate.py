@@ -8,13 +8,10 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from titan_lite.checkpoint.weights import (
     Weights,
@@ -24,98 +21,20 @@ from titan_lite.checkpoint.weights import (
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
-from titan_lite.config.errors import shown
 from titan_lite.config.families import ModelConfig
 from titan_lite.config.weights_folder import TOKENIZER_FILES
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
+from titan_lite.models.decoder import Decoder, Sampling, decoding
 from titan_lite.models.shapes import sizes_without_a_kernel
-from titan_lite.models.transformer import Mask, Transformer, attentions_of, saved_buffers
+from titan_lite.models.transformer import Transformer, saved_buffers
 from titan_lite.text import first_names
 
-Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]  # as models/transformer.attend
 
-
-class CachedAttention:
-    """An attention's function `attend` with a cache of keys and values, for `max_tokens` tokens."""
-
-    def __init__(self, attend: Attend, max_tokens: int, name: str):
-        """name: of the family and the attention, for errors."""
-        self.attend = attend
-        self.name = name
-        self.max_tokens = max_tokens
-        self.tokens = 0  # in the cache
-        self.keys = torch.empty(0)  # (B, max_tokens, K, D) from the first call on
-        self.values = torch.empty(0)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Add k and v (B, t, K, D) to the cache, and attend from q (B, t, H, D) to all of it."""
-        if self.tokens == 0:
-            self.keys = k.new_empty(k.shape[0], self.max_tokens, *k.shape[2:])
-            self.values = v.new_empty(v.shape[0], self.max_tokens, *v.shape[2:])
-        past = self.tokens
-        self.tokens += k.shape[1]
-        self.check_tokens(min(self.tokens, self.max_tokens))
-        self.keys[:, past : self.tokens] = k
-        self.values[:, past : self.tokens] = v
-        if past == 0:
-            return self.attend(q, k, v, mask)
-        causal = None  # a single token attends to all
-        if q.shape[1] > 1:
-            ones = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device)
-            causal = ones.tril(past)
-        keys = self.keys[:, : self.tokens].transpose(1, 2)
-        values = self.values[:, : self.tokens].transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, causal, enable_gqa=True
-        )
-        return out.transpose(1, 2)
-
-    def check_tokens(self, expected: int) -> None:
-        """Raise ConfigError unless the cache has so many tokens."""
-        if self.tokens != expected:
-            raise ConfigError(
-                f"{self.name} does not call self.attend once in a forward, and generate keeps the"
-                " keys and values of one call; call it once"
-            )
-
-
-class Decoder(Transformer):
-    """Transformer with a cache: each call computes the next tokens only.
-
-    All calls together take at most config.max_seq_len tokens. Raises ConfigError for a family
-    whose attention is not `attend`, called once.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.tokens = 0  # so far
-        self.caches: dict[str, CachedAttention] = {}
-        for number, attention in attentions_of(self, "generate keeps keys and values").items():
-            name = f"model.name = {shown(config.family)}: layers.{number}.attention"
-            attention.attend = CachedAttention(attention.attend, config.max_seq_len, name)
-            self.caches[number] = attention.attend
-        self.eval()
-
-    @torch.inference_mode()
-    def forward(self, tokens: Tensor, *others: Tensor | None, **more: Tensor | None) -> Tensor:
-        """Return logits (B, V) of the token after tokens (B, t)."""
-        assert self.tok_embeddings is not None
-        assert self.norm is not None
-        assert self.output is not None
-        x = self.tok_embeddings(tokens)
-        cos, sin = self.rope_cos[self.tokens :], self.rope_sin[self.tokens :]
-        self.tokens += tokens.shape[1]
-        for number, layer in self.layers.items():
-            x = layer(x, cos, sin, None)
-            self.caches[number].check_tokens(self.tokens)
-        return self.output(self.norm(x[:, -1]))
-
-
-def build_decoder(
+def build_model(
     weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype
-) -> Decoder:
-    """Return an unsharded model with a cache for `max_tokens` tokens. Raises ConfigError."""
+) -> Transformer:
+    """Return an unsharded model for up to `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
             f"prompt and --max-new-tokens are {max_tokens} tokens together; use at most"
@@ -123,14 +42,15 @@ def build_decoder(
         )
     check_experts(weights.config, dtype)
     with torch.device("meta"):
-        decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
-    decoder.to_empty(device=device)
+        config = dataclasses.replace(weights.config, max_seq_len=max_tokens)
+        model = Transformer(config).to(dtype)
+    model.to_empty(device=device)
     if weights.config.tied_embeddings:
-        decoder.output.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr]
-    decoder.init_buffers()
-    buffers = {fqn: decoder.get_buffer(fqn) for fqn in saved_buffers(decoder)}
-    load(weights, {**dict(decoder.named_parameters()), **buffers})
-    return decoder
+        model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
+    model.init_buffers()
+    buffers = {fqn: model.get_buffer(fqn) for fqn in saved_buffers(model)}
+    load(weights, {**dict(model.named_parameters()), **buffers})
+    return model
 
 
 def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
@@ -144,29 +64,6 @@ def check_experts(config: ModelConfig, dtype: torch.dtype) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The choice of a token. Defaults are those of the command line."""
-
-    temperature: float = 0.8  # below 1 favors likely tokens; 0: the likeliest, of equals the first
-    top_k: int = 0  # only the likeliest tokens, so many; 0: all
-    top_p: float = 0.95  # only the likeliest tokens, up to this total probability
-    seed: int = 0
-
-    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Draw a token from logits (V,)."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        logits, tokens = (logits / self.temperature).sort(descending=True, stable=True)
-        probabilities = logits.softmax(0)
-        before = probabilities.cumsum(0) - probabilities
-        keep = before < self.top_p  # includes the token that reaches top_p
-        keep[0] = True
-        if self.top_k:
-            keep[self.top_k :] = False
-        return int(tokens[torch.multinomial(probabilities * keep, 1, generator=generator)])
-
-
 def generate(
     decoder: Decoder,
     prompt: Sequence[int],
@@ -174,7 +71,7 @@ def generate(
     max_new_tokens: int,
     stop: Collection[int],
     vocab_size: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling,
 ) -> Iterator[int]:
     """Yield tokens below vocab_size that continue the prompt, the first in `stop` as the last.
 
@@ -182,12 +79,12 @@ def generate(
     ConfigError for logits that are no numbers.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    device = decoder.rope_cos.device
     tokens = list(prompt)
     for _ in range(max_new_tokens):
-        logits = decoder(torch.tensor([tokens], device=device))[0, :vocab_size].float().cpu()
+        logits = decoder(torch.tensor([tokens], device=decoder.device))[0, -1]
+        logits = logits[:vocab_size].float().cpu()
         if not logits.isfinite().all():
-            raise ConfigError(_why_no_token(decoder))
+            raise ConfigError(_why_no_token(decoder.model))
         token = sampling.draw(logits, generator)
         yield token
         if token in stop:
@@ -195,9 +92,9 @@ def generate(
         tokens = [token]
 
 
-def _why_no_token(decoder: Decoder) -> str:
+def _why_no_token(model: Transformer) -> str:
     """Return what is wrong with a model whose logits have NaN or infinity."""
-    wrong = [fqn for fqn, each in decoder.named_parameters() if not each.isfinite().all()]
+    wrong = [fqn for fqn, each in model.named_parameters() if not each.isfinite().all()]
     if wrong:
         return (
             f"there is no next token, since weights are NaN or infinite: {first_names(wrong, 3)};"
@@ -379,32 +276,35 @@ def main(arguments: Sequence[str]) -> None:
     if options.dtype:
         dtype = getattr(torch, options.dtype)
     document = [tokenizer.bos_id, *prompt]
-    decoder = build_decoder(weights, len(document) + options.max_new_tokens, device, dtype)
+    max_tokens = len(document) + options.max_new_tokens
+    model = build_model(weights, max_tokens, device, dtype)
     stop = stop_tokens(weights, tokenizer)
-    tokens = generate(
-        decoder,
-        document,
-        max_new_tokens=options.max_new_tokens,
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-        sampling=Sampling(options.temperature, options.top_k, options.top_p, options.seed),
-    )
-    print(
-        f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}",
-        file=sys.stderr,
-    )
-    print(prompt_as_read(options.prompt, prompt, tokenizer), end="", flush=True)
-    started = time.perf_counter()
-    drawn: list[int] = []
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    with decoding(model, max_tokens) as decoder:
+        tokens = generate(
+            decoder,
+            document,
+            max_new_tokens=options.max_new_tokens,
+            stop=stop,
+            vocab_size=tokenizer.vocab_size,
+            sampling=sampling,
+        )
+        print(
+            f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}",
+            file=sys.stderr,
+        )
+        print(prompt_as_read(options.prompt, prompt, tokenizer), end="", flush=True)
+        started = time.perf_counter()
+        drawn: list[int] = []
 
-    def without_stop() -> Iterator[int]:
-        for token in tokens:
-            drawn.append(token)
-            if token not in stop:
-                yield token
+        def without_stop() -> Iterator[int]:
+            for token in tokens:
+                drawn.append(token)
+                if token not in stop:
+                    yield token
 
-    for text in text_of(without_stop(), tokenizer, prompt):
-        print(text, end="", flush=True)
+        for text in text_of(without_stop(), tokenizer, prompt):
+            print(text, end="", flush=True)
     print(flush=True)
     seconds = time.perf_counter() - started
     ending = "stopped by --max-new-tokens"

@@ -23,7 +23,7 @@ from titan_lite.models.shapes import buffer_shapes
 from titan_lite.models.transformer import Transformer
 from titan_lite.tools import convert
 from titan_lite.tools.convert import write_hf, write_step
-from titan_lite.tools.generate import build_decoder
+from titan_lite.tools.generate import build_model
 
 CONFIG = of_family("qwen3_moe", UNTIED)
 BIASES = [fqn for fqn in buffer_shapes(CONFIG) if fqn.endswith("expert_bias")]
@@ -208,9 +208,9 @@ def test_a_model_gets_the_biases_of_a_step(step):
 
 
 def test_generate_chooses_with_the_biases(step):
-    decoder = build_decoder(open_weights(step), 16, torch.device("cpu"), torch.float32)
+    model = build_model(open_weights(step), 16, torch.device("cpu"), torch.float32)
     for fqn in BIASES:
-        assert torch.equal(decoder.get_buffer(fqn), open_weights(step).read(fqn))
+        assert torch.equal(model.get_buffer(fqn), open_weights(step).read(fqn))
 
 
 def test_a_step_that_lacks_an_expert_is_refused(step, tmp_path):

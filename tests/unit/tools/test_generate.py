@@ -20,12 +20,13 @@ from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config.families import ModelConfig, RopeScaling
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
+from titan_lite.models.decoder import Sampling, decoding
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.transformer import Transformer
 from titan_lite.tools import convert
 from titan_lite.tools import generate as command
 from titan_lite.tools.convert import write_step
-from titan_lite.tools.generate import Sampling, build_decoder, generate, prompt_as_read, text_of
+from titan_lite.tools.generate import build_model, generate, prompt_as_read, text_of
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
 LIKELIEST = Sampling(temperature=0)
@@ -39,6 +40,12 @@ def model_of(config):
     model = Transformer(config)
     model.init_weights(seed=3)
     return model
+
+
+def decoder_of(weights, max_tokens):
+    return decoding(
+        build_model(weights, max_tokens, torch.device("cpu"), torch.float32), max_tokens
+    )
 
 
 def save_hf(folder, config):
@@ -82,11 +89,12 @@ whatever_the_model = pytest.mark.parametrize("folder", [("llama3", False)], indi
 def test_logits_are_those_without_a_memory(folder, chunks):
     tokens = torch.randint(0, 2048, (2, 23), generator=torch.Generator().manual_seed(0))
     whole = model_of(dataclasses.replace(open_weights(folder).config, max_seq_len=32))(tokens)
-    decoder, done = build_decoder(open_weights(folder), 32, torch.device("cpu"), torch.float32), 0
-    for chunk in chunks:
-        found = decoder(tokens[:, done : done + chunk])
-        done += chunk
-        torch.testing.assert_close(found, whole[:, done - 1], rtol=1e-4, atol=1e-5)
+    done = 0
+    with decoder_of(open_weights(folder), 32) as decoder:
+        for chunk in chunks:
+            found = decoder(tokens[:, done : done + chunk])[:, 0]
+            done += chunk
+            torch.testing.assert_close(found, whole[:, done - 1], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -96,9 +104,9 @@ def test_the_likeliest_tokens_are_those_found_by_starting_over(folder):
     tokens = list(prompt)
     for _ in range(20):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    decoder = build_decoder(weights, 64, torch.device("cpu"), torch.float32)
     options = dict(max_new_tokens=20, stop=(), vocab_size=2048, sampling=LIKELIEST)
-    found = list(generate(decoder, prompt, **options))
+    with decoder_of(weights, 64) as decoder:
+        found = list(generate(decoder, prompt, **options))
     assert found == tokens[3:]
 
 
@@ -137,11 +145,11 @@ class Scripted:
     """A decoder that wants these tokens, one after the other."""
 
     def __init__(self, tokens):
-        self.rope_cos, self.tokens, self.seen = torch.empty(0), iter(tokens), []
+        self.device, self.tokens, self.seen = torch.device("cpu"), iter(tokens), []
 
     def __call__(self, tokens):
         self.seen += tokens[0].tolist()
-        return torch.nn.functional.one_hot(torch.tensor([next(self.tokens)]), 2048) * 100.0
+        return torch.nn.functional.one_hot(torch.tensor([[next(self.tokens)]]), 2048) * 100.0
 
 
 def test_it_ends_with_the_text_or_when_enough_was_drawn():
@@ -167,9 +175,9 @@ def test_a_token_that_the_tokenizer_does_not_have_is_never_drawn():
 @whatever_the_model
 def test_a_seed_gives_a_text(folder):
     def text(seed):
-        decoder = build_decoder(open_weights(folder), 64, torch.device("cpu"), torch.float32)
         options = dict(max_new_tokens=20, stop=(), vocab_size=2048, sampling=Sampling(seed=seed))
-        return list(generate(decoder, [1, 2], **options))
+        with decoder_of(open_weights(folder), 64) as decoder:
+            return list(generate(decoder, [1, 2], **options))
 
     assert text(1) == text(1)
     assert text(1) != text(2)

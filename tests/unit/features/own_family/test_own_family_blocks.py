@@ -17,9 +17,9 @@ from titan_lite.config.families import LLAMA3
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.features.float8.linear import Float8Linear, apply_float8
+from titan_lite.models.decoder import Decoder, decoding
 from titan_lite.models.transformer import Transformer, takes_documents
 from titan_lite.rules import check
-from titan_lite.tools.generate import Decoder
 
 GATED = ROOT / "tests/own_families/gated.py"
 RESULT = "self.wo(out.flatten(-2) * torch.sigmoid(self.gate(x)))"
@@ -156,8 +156,10 @@ def test_validation_evaluates_and_training_goes_on():
 
 def test_generate_evaluates(tmp_path):
     layout = checked(tmp_path / "family.py")
-    decoder = Decoder(layout.model)
-    assert not any(module.training for module in decoder.modules())
+    model = Transformer(layout.model)
+    with decoding(model, 4):
+        assert not any(module.training for module in model.modules())
+    assert all(module.training for module in model.modules())
 
 
 # What the user wrote, and a run replaces
@@ -241,7 +243,7 @@ def test_a_function_attend_of_its_own_is_not_replaced(tmp_path):
     assert message.endswith("or use parallelism.context_parallel_degree = 1")
     layout = checked(tmp_path / "alone.py", *changes)
     with pytest.raises(ConfigError, match=r"layers.0.attention.attend is slide; generate keeps"):
-        Decoder(layout.model)
+        Decoder(Transformer(layout.model), 4, padding=None)
 
 
 def test_attention_calls_what_is_replaced(tmp_path):
@@ -252,9 +254,10 @@ def test_attention_calls_what_is_replaced(tmp_path):
     twice = (call, f"{call} + {call}")
     for number, change in enumerate((past, twice)):
         layout = checked(tmp_path / f"{number}.py", change)
-        decoder = Decoder(replace(layout.model, max_seq_len=4))
-        decoder.init_weights(0)
-        with pytest.raises(ConfigError, match=r"attention does not call self.attend once"):
+        model = Transformer(replace(layout.model, max_seq_len=4))
+        model.init_weights(0)
+        expected = pytest.raises(ConfigError, match=r"attention does not call self.attend once")
+        with decoding(model, 4) as decoder, expected:
             decoder(torch.zeros(1, 3, dtype=torch.int64))
 
 
