@@ -36,12 +36,15 @@ def in_transformers(config):
     return transformers.AutoModelForCausalLM.from_config(theirs).eval()
 
 
-@pytest.mark.slow
+SHAPES = [of_family(family, TINY) for family in OF_FAMILY]
+SHAPES.append(dataclasses.replace(TINY, head_dim=12))
+
+
 @pytest.mark.parametrize("scaling", [None, SCALED], ids=["plain rope", "scaled rope"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "shape",
-    [*(of_family(family, TINY) for family in OF_FAMILY), dataclasses.replace(TINY, head_dim=12)],
+    [pytest.param(shape, marks=pytest.mark.slow if shape != TINY else ()) for shape in SHAPES],
     ids=lambda shape: f"{shape.family}, heads of {shape.head_dim}",
 )
 def test_transformers_computes_the_same_logits_and_gradients(shape, tied, scaling):

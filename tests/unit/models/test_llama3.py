@@ -1,5 +1,5 @@
-"""Llama 3: sizes and names, the same logits as Hugging Face's implementation, initial weights, and
-the count of operations.
+"""Llama 3: sizes and names, attention, initial weights, and the count of operations. test_huggingface.py
+compares its logits and gradients with those of transformers.
 """
 
 import dataclasses
@@ -103,94 +103,7 @@ def test_names_are_those_of_the_reference_implementation(tied):
     assert (model.output.weight is model.tok_embeddings.weight) is tied
 
 
-# The same function as Hugging Face's
-
-
-def rotary_halves(weight, heads):
-    """Rows of wq or wk for pairs (i, i + D/2), from rows for pairs (2i, 2i + 1)."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
-def as_huggingface(model):
-    """A LlamaForCausalLM with the weights of a Transformer."""
-    transformers = pytest.importorskip("transformers")
-    config, scaling = model.config, model.config.rope_scaling
-    rope = {"rope_type": "default"}
-    if scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        }
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=config.dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            intermediate_size=config.hidden_dim,
-            vocab_size=config.vocab_size,
-            tie_word_embeddings=config.tied_embeddings,
-            rms_norm_eps=config.norm_eps,
-            max_position_embeddings=config.max_seq_len,
-            rope_theta=config.rope_theta,
-            rope_scaling=rope,
-        )
-    )
-    state = {"lm_head.weight": model.output.weight}
-    names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm"}
-    in_a_layer = {
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-        "attention.wo": "self_attn.o_proj",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    names |= {
-        f"layers.{i}.{a}": f"model.layers.{i}.{b}"
-        for i in range(config.n_layers)
-        for a, b in in_a_layer.items()
-    }
-    for ours, name in names.items():
-        weight = model.get_parameter(f"{ours}.weight")
-        if ours.endswith(("wq", "wk")):
-            weight = rotary_halves(
-                weight, config.n_heads if ours.endswith("wq") else config.n_kv_heads
-            )
-        state[f"{name}.weight"] = weight
-    theirs.load_state_dict(state)
-    return theirs.eval()
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("scaling", [None, STRETCHED], ids=["plain rope", "scaled rope"])
-@torch.no_grad()
-def test_logits_are_those_of_huggingface(scaling, tied):
-    """On weights large enough that attention is far from uniform, and three times as long as the
-    original context.
-    """
-    model = Transformer(dataclasses.replace(TINY, rope_scaling=scaling, tied_embeddings=tied))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
-    tokens = random_tokens(TINY, length=96)
-    ours, theirs = model(tokens), as_huggingface(model)(tokens).logits
-    assert ours.std() > 0.5
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-
-    other = Transformer(
-        dataclasses.replace(model.config, rope_scaling=None if scaling else STRETCHED)
-    )
-    other.load_state_dict(model.state_dict())
-    assert (
-        other(tokens) - ours
-    ).abs().max() > 0.1  # so the comparison would have seen the wrong frequencies
+# Rotary scaling
 
 
 def test_scaling_keeps_high_frequencies_and_divides_low_ones_by_the_factor():
