@@ -28,6 +28,14 @@ from titan_lite.sharding import chunk_range, chunk_size
 started_last: deque[tuple[int, str, str]] = deque(maxlen=1000)
 
 
+def record_start(group: str, parameters: str) -> None:
+    """Record a collective that starts now in eager mode: the watchdog names it if it hangs.
+
+    parameters: FQNs, with spaces between.
+    """
+    started_last.append((time.time_ns(), group, parameters))
+
+
 class InFlight(NamedTuple):
     """A tensor that is valid after `wait`."""
 
@@ -153,9 +161,9 @@ class ShardSpec:
         return InFlight(out[: self.rows], work)
 
     def record(self) -> None:
-        """Record a collective that starts now in eager mode: the watchdog names it if it hangs."""
+        """Record a collective of this parameter, as `record_start`."""
         if self.reduce_groups:
-            started_last.append((time.time_ns(), self.reduce_groups[0], self.fqn))
+            record_start(self.reduce_groups[0], self.fqn)
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
         """Start to sum an unsharded gradient over the first of `reduce_groups`, in reduce_dtype.

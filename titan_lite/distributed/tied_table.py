@@ -18,7 +18,6 @@ transfer in each step, which nothing hides, and saves the last stage the two mom
 to the bit whatever the update is, and whatever sums the gradients over replicas.
 """
 
-import time
 from collections.abc import Iterable
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.param_collectives import started_last
+from titan_lite.distributed.param_collectives import record_start
 from titan_lite.distributed.stage import Stage
 from titan_lite.dtensor import gradient_shard, local
 
@@ -82,10 +81,10 @@ class TiedTable:
 
     def _send(self, shard: Tensor, rank: int) -> None:
         """Send a shard to a rank along pp; the watchdog can name the parameter."""
-        started_last.append((time.time_ns(), self.group.group_name, FQN))
+        record_start(self.group.group_name, FQN)
         dist.send(shard, group=self.group, group_dst=rank)
 
     def _receive(self, shard: Tensor, rank: int) -> None:
         """Receive a shard in place, as `_send` sends it."""
-        started_last.append((time.time_ns(), self.group.group_name, FQN))
+        record_start(self.group.group_name, FQN)
         dist.recv(shard, group=self.group, group_src=rank)

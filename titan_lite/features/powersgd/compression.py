@@ -24,7 +24,6 @@ reduce_dtype. Nothing hides these collectives.
 """
 
 import math
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.param_collectives import ShardSpec, started_last
+from titan_lite.distributed.param_collectives import ShardSpec, record_start
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.tensor_parallel import largest_shard
 from titan_lite.dtensor import gradient_shard, local
@@ -294,7 +293,7 @@ def _sum_over_replicas(
     group = parameter.device_mesh.get_group("dp_replicate")
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     fqns = " ".join(sharded.fqn for sharded in parameters)
-    started_last.append((time.time_ns(), group.group_name, fqns))
+    record_start(group.group_name, fqns)
     dist.all_reduce(flat, group=group)
     sums = flat.split([tensor.numel() for tensor in tensors])
     return [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
