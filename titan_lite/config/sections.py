@@ -250,6 +250,10 @@ class Optimizer(Section):
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay a step of all but RMSNorm weights, times the learning rate."""
 
+    state_dtype: Rounding[Literal["float32", "bfloat16"]] = "float32"
+    """AdamW, Lion: dtype of the moments. In bfloat16, AdamW keeps 8 bytes a parameter in place of
+    12 with the weight, and Lion 6 in place of 8; each update is computed in float32."""
+
 
 @with_added_keys("lr_scheduler")
 class LRScheduler(Section):

@@ -32,6 +32,7 @@ from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import (
     FLOAT32_BYTES,
+    ITEM_BYTES,
     active_parameters,
     numbers_in,
     parameter_shapes,
@@ -436,7 +437,8 @@ def least_state_bytes(config: Config, layout: Layout) -> float:
     gradients and moments.
     """
     moments = len(OPTIMIZERS[config.optimizer.name].moments)
-    return FLOAT32_BYTES * (2 + moments) * layout.own_parameters
+    moment_bytes = moments * ITEM_BYTES[config.optimizer.state_dtype]
+    return (2 * FLOAT32_BYTES + moment_bytes) * layout.own_parameters
 
 
 def least_batch_bytes(config: Config, layout: Layout) -> float:

@@ -1,4 +1,5 @@
-"""AdamW over sharded parameters, by torch's fused kernel.
+"""AdamW (arXiv 1711.05101) over sharded parameters: by torch's fused kernel, or with moments in
+bfloat16, which the kernel does not take beside float32 parameters, by plain operations.
 
 optimizer = AdamW(groups, config.optimizer)
 optimizer.step(skip)                # skip: a scalar on the device; if it is 1, nothing changes
@@ -13,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from titan_lite.config import Optimizer
 from titan_lite.config.optimizers import OPTIMIZERS
-from titan_lite.optim.elementwise import Elementwise, Shards
+from titan_lite.optim.elementwise import Elementwise, Factors, Shards
 
 
 class AdamW(Elementwise):
@@ -53,3 +54,22 @@ class AdamW(Elementwise):
             fused=True,
             found_inf=skip,
         )
+
+
+def update(
+    constants: Optimizer,
+    factors: Factors,
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parameter and its moments after a step (optim/elementwise.py)."""
+    exp_avg = exp_avg.lerp(gradient, 1 - constants.beta1)
+    exp_avg_sq = exp_avg_sq.lerp(gradient.square(), 1 - constants.beta2)
+    # moments begin at zero
+    bias1 = 1 - constants.beta1**factors.step
+    bias2 = 1 - constants.beta2**factors.step
+    denominator = (exp_avg_sq / bias2).sqrt() + constants.eps
+    updated = parameter * factors.decay - exp_avg / denominator * (factors.lr / bias1)
+    return updated, exp_avg, exp_avg_sq

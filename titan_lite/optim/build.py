@@ -136,7 +136,8 @@ def build_optimizer(config: Config, parameters: Mapping[str, nn.Parameter]) -> N
     ]
     groups = [group for group in groups if group["params"]]
     elementwise: Elementwise
-    if constants.name == "AdamW" or not OPTIMIZERS[constants.name].is_elementwise:
+    is_plain = constants.name != "AdamW" or constants.state_dtype != "float32"
+    if not (is_plain and OPTIMIZERS[constants.name].is_elementwise):
         elementwise = AdamW(groups, constants)  # whose updates of all parameters are one kernel
     else:
         module = importlib.import_module(f"titan_lite.optim.{constants.name.lower()}")

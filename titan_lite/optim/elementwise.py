@@ -5,7 +5,7 @@ parameter, its gradient and its moments. So a rank updates its shards, on every 
     optimizer.step(skip)                # skip: a scalar on the device; if it is 1, nothing changes
 
 A file such as lion.py has the update of one parameter, in plain operations. Here is what is the
-same for all: state by name, the factors of a step, and steps that are skipped.
+same for all: state by name, the factors of a step, moments in bfloat16, and steps that are skipped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,14 +43,19 @@ class Elementwise(torch.optim.Optimizer):
     """The part of a step that is the same for all elementwise optimizers.
 
     groups: parameters, with a weight_decay each group. settings: of all groups. moments: names of
-    the float32 tensors of a parameter's shape that it keeps.
+    the tensors of a parameter's shape that it keeps, of `dtype`.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], settings: dict[str, Any], moments: Sequence[str]
+        self,
+        groups: list[dict[str, Any]],
+        settings: dict[str, Any],
+        moments: Sequence[str],
+        dtype: torch.dtype = torch.float32,
     ):
         super().__init__(groups, settings)
         self.moments = moments
+        self.dtype = dtype
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the live state of a parameter: of zeros before its first step."""
@@ -58,7 +63,7 @@ class Elementwise(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in self.moments:
-                state[name] = torch.zeros_like(parameter.detach())
+                state[name] = torch.zeros_like(parameter.detach(), dtype=self.dtype)
         return state
 
     @torch.no_grad()
@@ -95,7 +100,8 @@ class OneAtATime(Elementwise):
     def __init__(self, groups: list[dict[str, Any]], constants: Optimizer, update: Update):
         algorithm = OPTIMIZERS[constants.name]
         settings = {key: getattr(constants, key) for key in ("lr", *algorithm.keys)}
-        super().__init__(groups, settings, algorithm.moments)
+        dtype = getattr(torch, constants.state_dtype)
+        super().__init__(groups, settings, algorithm.moments, dtype)
         self.constants = constants
         self.update = update
 
@@ -113,6 +119,7 @@ class OneAtATime(Elementwise):
         for parameter, gradient, *moments in zip(
             shards.parameters, shards.gradients, *shards.moments, strict=True
         ):
-            updated = self.update(self.constants, factors, parameter, gradient, *moments)
+            in_float32 = [moment.float() for moment in moments]
+            updated = self.update(self.constants, factors, parameter, gradient, *in_float32)
             for old, new in zip((parameter, *moments), updated, strict=True):
-                torch.where(is_skipped, old, new, out=old)
+                torch.where(is_skipped, old, new.to(old.dtype), out=old)

@@ -18,15 +18,20 @@ NAMES = [name for name, row in OPTIMIZERS.items() if row.is_elementwise]
 LR = 0.02
 
 
-def config_of(name):
-    return Optimizer(name=name, lr=LR, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5)
+DTYPES = ("float32", "bfloat16")  # of moments
 
 
-def build(name, model_config=UNTIED):
+def config_of(name, dtype="float32"):
+    return Optimizer(
+        name=name, lr=LR, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5, state_dtype=dtype
+    )
+
+
+def build(name, model_config=UNTIED, dtype="float32"):
     model = Transformer(model_config)
     model.init_weights(0)
     parameters = dict(model.named_parameters())
-    return parameters, build_optimizer(Config(optimizer=config_of(name)), parameters)
+    return parameters, build_optimizer(Config(optimizer=config_of(name, dtype)), parameters)
 
 
 def set_gradients(parameters, step):
@@ -79,7 +84,7 @@ def test_the_settings_of_a_parameter_are_the_keys_of_its_row(name):
     assert settings["output.weight.weight_decay"] == 0.5
     assert settings["norm.weight.weight_decay"] == 0.0
     betas = settings.get("output.weight.betas")  # of torch's AdamW
-    for key in OPTIMIZERS[name].keys:
+    for key in set(OPTIMIZERS[name].keys) - {"state_dtype"}:
         number = {"beta1": 0, "beta2": 1}.get(key)
         value = betas[number] if betas and number is not None else settings[f"output.weight.{key}"]
         assert value == getattr(config_of(name), key)
@@ -96,11 +101,12 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing(name):
     assert_equal(parameters, others)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_after_loading_are_those_without_interruption(name):
-    parameters, optimizer = build(name)
+def test_steps_after_loading_are_those_without_interruption(name, dtype):
+    parameters, optimizer = build(name, dtype=dtype)
     take_steps(parameters, optimizer, [1, 2, 3])
-    others, resumed = build(name)
+    others, resumed = build(name, dtype=dtype)
     with torch.no_grad():
         for fqn, parameter in others.items():
             parameter.copy_(parameters[fqn])
@@ -114,10 +120,11 @@ def test_steps_after_loading_are_those_without_interruption(name):
     assert_equal(resumed.state_tensors(), optimizer.state_tensors())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_is_skipped_on_the_device_changes_nothing(name):
-    parameters, skipping = build(name)
-    others, without = build(name)
+def test_a_step_that_is_skipped_on_the_device_changes_nothing(name, dtype):
+    parameters, skipping = build(name, dtype=dtype)
+    others, without = build(name, dtype=dtype)
     for step, skipped in enumerate([True, False, False, True, False], 1):
         set_gradients(parameters, step)
         if skipped:
@@ -130,8 +137,9 @@ def test_a_step_that_is_skipped_on_the_device_changes_nothing(name):
         assert_equal(skipping.state_tensors(), without.state_tensors())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shard_takes_the_steps_of_its_part_of_the_parameter(name):
+def test_a_shard_takes_the_steps_of_its_part_of_the_parameter(name, dtype):
     """So the layout changes nothing. The cuts are not those of any kernel's vectors."""
     generator = torch.Generator().manual_seed(0)
     initial = torch.randn(7, 11, generator=generator)
@@ -139,7 +147,9 @@ def test_a_shard_takes_the_steps_of_its_part_of_the_parameter(name):
 
     def after_steps(rows):
         shard = torch.nn.Parameter(initial[rows].clone())
-        optimizer = build_optimizer(Config(optimizer=config_of(name)), {"output.weight": shard})
+        optimizer = build_optimizer(
+            Config(optimizer=config_of(name, dtype)), {"output.weight": shard}
+        )
         for gradient in gradients:
             shard.grad = gradient[rows].clone()
             optimizer.step()
@@ -169,14 +179,55 @@ class CountBytes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "AdamW"])
-def test_the_row_has_the_bytes_that_an_update_of_plain_operations_moves(name):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in NAMES for dtype in DTYPES if (name, dtype) != ("AdamW", "float32")],
+)
+def test_the_row_has_the_bytes_that_an_update_of_plain_operations_moves(name, dtype):
     parameter = torch.nn.Parameter(torch.ones(50))
-    optimizer = build_optimizer(Config(optimizer=config_of(name)), {"norm.weight": parameter})
+    config = Config(optimizer=config_of(name, dtype))
+    optimizer = build_optimizer(config, {"norm.weight": parameter})
     optimizer.state_tensors()
     parameter.grad = torch.ones(50)
     with CountBytes(50) as count:
         optimizer.step()
-    found = OPTIMIZERS[name].update_bytes
+    row = OPTIMIZERS[name]
+    found = row.update_bytes if dtype == "float32" else row.update_bytes_bfloat16
     moved = count.nbytes / 50
-    assert found == moved, f"the row of {name} has update_bytes={found}, and it moves {moved}"
+    assert found == moved, f"the row of {name} has {found} bytes ({dtype}), and it moves {moved}"
+
+
+# Moments in bfloat16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_in_bfloat16_are_those_in_float32_rounded(name):
+    """The first step has the same moments before it, and so is the same but for rounding."""
+    parameters, exact = build(name)
+    others, rounded = build(name, dtype="bfloat16")
+    take_steps(parameters, exact, [1])
+    take_steps(others, rounded, [1])
+    for fqn, parameter in parameters.items():
+        torch.testing.assert_close(others[fqn], parameter, rtol=1e-6, atol=1e-7)
+    state = rounded.state_tensors()
+    for fqn, expected in exact.state_tensors().items():
+        if not fqn.endswith(".step"):
+            assert state[fqn].dtype == torch.bfloat16
+            torch.testing.assert_close(state[fqn].float(), expected, rtol=2**-8, atol=0)
+
+
+def test_the_bytes_of_state_of_a_parameter():
+    found = {}
+    for name in NAMES:
+        for dtype in DTYPES:
+            parameters, optimizer = build(name, dtype=dtype)
+            numbers = sum(parameter.numel() for parameter in parameters.values())
+            state = optimizer.state_tensors().items()
+            moments = sum(tensor.nbytes for fqn, tensor in state if not fqn.endswith(".step"))
+            found[name, dtype] = 4 + moments / numbers
+    assert found == {
+        ("AdamW", "float32"): 12,
+        ("AdamW", "bfloat16"): 8,
+        ("Lion", "float32"): 8,
+        ("Lion", "bfloat16"): 6,
+    }

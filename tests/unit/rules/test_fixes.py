@@ -53,6 +53,8 @@ RECIPES = {
     "long sequence": (1, "seq_len=200000"),
     "momentum": (2, "optimizer.momentum=0.9"),
     "eps": (2, "optimizer.name=Lion optimizer.eps=1e-6"),
+    "moments that do not decrease": (2, "optimizer.state_dtype=bfloat16 optimizer.beta2=0.999"),
+    "moments of Muon": (2, "optimizer.state_dtype=bfloat16 optimizer.name=Muon"),
     "decay of no length": (2, "lr_scheduler.decay_begin=50 lr_scheduler.decay_length=0"),
     "end of the decay": (
         2,

@@ -23,12 +23,14 @@ from titan_lite.tools.plan.rank_bytes import (
     ITEM_BYTES,
     PLAIN_TENSORS,
     STORED_BYTES,
+    TENSORS_OF_BFLOAT16,
     algorithms_of,
     copied_table_shard,
     itemsizes,
     moment_bytes,
     owner_bytes,
     owner_costs,
+    plain_update_bytes,
 )
 from titan_lite.tools.plan.tape import Stage, Tape, Weight, buckets_of
 from titan_lite.tools.plan.trace import PlannedLayout
@@ -327,10 +329,13 @@ class Replay:
             )
             return COMPLETE_MATRICES * ITEM_BYTES[costs.dtype] * elements
         algorithm, _ = algorithms_of(config.optimizer)
-        if not algorithm.update_bytes:  # one kernel
+        if not plain_update_bytes(config.optimizer, algorithm):  # one kernel
             return 0.0
         shards = [weight.shard_elements for weight in self.weights if weight.updated]
-        return PLAIN_TENSORS * STORED_BYTES * max(shards, default=0)
+        tensors = PLAIN_TENSORS
+        if config.optimizer.state_dtype == "bfloat16":
+            tensors += TENSORS_OF_BFLOAT16 * len(algorithm.moments)
+        return tensors * STORED_BYTES * max(shards, default=0)
 
     def optimizer_state_bytes(self) -> float:
         """Return the bytes of step counts and moments, and of what an owner has."""

@@ -21,10 +21,12 @@ from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import FLOAT32_BYTES, ITEM_BYTES, matrices_in, numbers_in
 from titan_lite.sharding import share_out
 
-# Bytes of a stored weight, of its gradient and of each of its moments: float32.
+# Bytes of a stored weight and of its gradient: float32.
 STORED_BYTES = FLOAT32_BYTES
 # tensors of a parameter's shape in memory while plain operations update it
 PLAIN_TENSORS = 4
+# those beside for each moment in bfloat16: before and after the update in float32
+TENSORS_OF_BFLOAT16 = 2
 # complete matrices in memory at an owner: those that it computes with, and those that two
 # all-to-alls send and receive
 COMPLETE_MATRICES = 8
@@ -121,6 +123,7 @@ def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> lis
     left out, and what owners have.
     """
     of_matrices, of_others = (len(each.moments) for each in algorithms_of(optimizer))
+    itemsize = ITEM_BYTES[optimizer.state_dtype]
     nbytes = []
     for number in range(max(of_matrices, of_others)):
         elements = own
@@ -128,14 +131,23 @@ def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> lis
             elements -= matrices
         if number >= of_others:
             elements -= own - matrices
-        nbytes.append(FLOAT32_BYTES * elements)
+        nbytes.append(itemsize * elements)
     return nbytes
 
 
-def update_bytes(algorithm: Algorithm) -> float:
+def plain_update_bytes(optimizer: Optimizer, algorithm: Algorithm) -> float:
+    """Return the bytes that plain operations read and write for each element; 0: the update is one
+    kernel.
+    """
+    if optimizer.state_dtype == "bfloat16":
+        return algorithm.update_bytes_bfloat16
+    return algorithm.update_bytes
+
+
+def update_bytes(optimizer: Optimizer, algorithm: Algorithm) -> float:
     """Return the bytes that an update reads and writes for each element."""
-    if algorithm.update_bytes:
-        return algorithm.update_bytes
+    if nbytes := plain_update_bytes(optimizer, algorithm):
+        return nbytes
     # it reads parameter, gradient and moments, and writes all but the gradient
     return FLOAT32_BYTES * (3.0 + 2 * len(algorithm.moments))
 

@@ -265,7 +265,8 @@ def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     The norm reads gradients, clipping reads and writes them.
     """
     clipping = 3 * STORED_BYTES
-    of_matrix, of_other = (update_bytes(each) for each in algorithms_of(config.optimizer))
+    optimizer = config.optimizer
+    of_matrix, of_other = (update_bytes(optimizer, each) for each in algorithms_of(optimizer))
     return clipping + (1 - matrices) * of_other + matrices * of_matrix
 
 

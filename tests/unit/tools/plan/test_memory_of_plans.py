@@ -133,6 +133,18 @@ def test_lion_keeps_one_moment_and_its_plain_operations_need_memory():
     assert plain.parts["working"] == PLAIN_TENSORS * 4 * MIB
 
 
+def test_moments_in_bfloat16_are_half_and_their_updates_need_memory():
+    mine = layout()
+    small = stage([WEIGHT], forward=[1, ~1], backward=[0, ~0])
+    small.tapes["B"].sizes[1] = 0
+    for name, moments in (("AdamW", 2), ("Lion", 1)):
+        optimizer = Optimizer(name=name, state_dtype="bfloat16")
+        config = mine.config.replace(optimizer=optimizer)
+        found = memory_of(dataclasses.replace(mine, config=config), [small], CPU)
+        assert found.parts["optimizer state"] == moments * 2 * MIB + STEP_COUNT
+        assert found.parts["working"] == (PLAIN_TENSORS + 2 * moments) * 4 * MIB
+
+
 def test_shampoos_state_is_that_of_the_owner_with_most():
     mine = layout(n_layers=1)
     optimizer = Optimizer(name="Shampoo", max_preconditioner_dim=256)

@@ -236,6 +236,8 @@ def test_bytes_of_a_fused_update_are_those_of_its_tensors():
     assert updated_bytes(Config()) == 10 * 4
     lion = Config().replace(optimizer=Optimizer(name="Lion"))
     assert updated_bytes(lion) == 3 * 4 + OPTIMIZERS["Lion"].update_bytes
+    rounded = Config().replace(optimizer=Optimizer(state_dtype="bfloat16"))
+    assert updated_bytes(rounded) == 3 * 4 + OPTIMIZERS["AdamW"].update_bytes_bfloat16
 
 
 def test_bytes_are_of_the_rank_that_sends_most():
