@@ -52,6 +52,7 @@ from titan_lite.data.listing import Listing
 from titan_lite.data.loader import Batch, Loader, build_loader
 from titan_lite.data.preflight import warn_of_repeated_documents
 from titan_lite.data.processes import LoaderError
+from titan_lite.data.source_identity import SourceKey, source_keys
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.distributed.device import device_memory, init_device
 from titan_lite.distributed.layout import Layout
@@ -282,7 +283,11 @@ class Trainer:
         self.bos_id = self.tokenizer.bos_id
         listings = self.listings["documents"]
         self.loader = self.loader_of(
-            config.data, listings, "train", streams=layout.max_sequences_per_step
+            config.data,
+            listings,
+            "train",
+            streams=layout.max_sequences_per_step,
+            keys=source_keys(self.documents["documents"]),
         )
         self.per_source = PerSource(config.data.source_names(), self.mesh, self.device)
         self.validation_loader = None
@@ -303,8 +308,12 @@ class Trainer:
         listings: Sequence[Listing],
         split: Literal["train", "validation"],
         streams: int,
+        keys: Sequence[SourceKey] = (),
     ) -> Loader:
-        """Return a loader of this rank's sequences. streams: of tokens, over all ranks."""
+        """Return a loader of this rank's sequences.
+
+        streams: of tokens, over all ranks. keys: of the sources, for its state in checkpoints.
+        """
         return build_loader(
             data,
             self.tokenizer,
@@ -316,6 +325,7 @@ class Trainer:
             dp_degree=self.dp_degree,
             seed=self.config.debug.seed,
             listings=listings,
+            keys=keys,
         )
 
     def build_resilience(self) -> None:

@@ -14,7 +14,7 @@ The effect of a key is a mark at its field (config/effects.py). Where the identi
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,12 @@ from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler, Optimizer, is_unset
 from titan_lite.config.effects import Effect, effect_of
 from titan_lite.config.weights_folder import STATE
-from titan_lite.data.source_identity import differences_in_words
+from titan_lite.data.source_identity import (
+    SourceIdentity,
+    SourceKey,
+    differences_in_words,
+    source_keys,
+)
 from titan_lite.feature import all_features
 from titan_lite.manifest import fields_of
 from titan_lite.optim.lr_scheduler import Decay, lr_factor
@@ -265,8 +270,45 @@ def _changes_of_documents(
     different = [name for name, (was, now) in digests.items() if was and now and was != now]
     for name in different:
         words, effect = FIELDS[name]
-        differences = differences_in_words(saved.read_documents(name), documents[name])
+        before = saved.read_documents(name)
+        if name == "documents" and (known := saved.source_keys()):
+            yield from _changes_of_sources(known, before, documents[name])
+            continue
+        differences = differences_in_words(before, documents[name])
         yield Change(effect, f"{words}: {'; '.join(differences)}")
+
+
+def _changes_of_sources(
+    known: Sequence[SourceKey], before: Sequence[SourceIdentity], now: Sequence[SourceIdentity]
+) -> Iterator[Change]:
+    """Yield what becomes of each source of training that is another one, gone or here again.
+
+    known: all sources that have a position in the step, of which those in `before` come first.
+    """
+    keys = source_keys(now)
+    hashes = {key.sha256 for key in known}
+    hashes_now = {key.sha256 for key in keys}
+    last = dict(zip(known, before, strict=False))
+    for key, source in zip(keys, now, strict=True):
+        same_name = [
+            other for other in known if other.name == key.name and other.sha256 not in hashes_now
+        ]
+        if key.sha256 in hashes:
+            if key.sha256 not in {other.sha256 for other in last}:
+                yield Change(Effect.NOTED, f"source {key.name} is here again, at its position")
+        elif same_name:
+            was = last.get(same_name[0])
+            differences = differences_in_words([was], [source]) if was else ["other documents"]
+            words, effect = FIELDS["documents"]
+            of_source = f"source {key.name}: " if len(now) > 1 else ""
+            yield Change(effect, f"{words}: {of_source}{'; '.join(differences)}")
+        else:
+            yield Change(Effect.NOTED, f"source {key.name} is new, from its first document on")
+    for key in last:
+        if key.sha256 not in hashes_now and key.name not in {other.name for other in keys}:
+            yield Change(
+                Effect.NOTED, f"source {key.name} is gone; the checkpoint has its position"
+            )
 
 
 def _lost_optimizer(saved: SavedState) -> Iterator[Change]:

@@ -33,7 +33,7 @@ from pydantic import NonNegativeInt
 from titan_lite import manifest
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.config.weights_folder import STATE
-from titan_lite.data.source_identity import SourceIdentity
+from titan_lite.data.source_identity import SourceIdentity, SourceKey
 from titan_lite.manifest import CorruptFileError, fields_of, read_json, validated
 
 DOCUMENTS = "documents.json"
@@ -79,6 +79,16 @@ class SavedState(RunState):
             raise CorruptFileError(f"{self.folder}: {error}") from None
         with fields_of(f"{self.folder}: {DOCUMENTS}"):
             return [SourceIdentity.from_json(source) for source in content[field]]
+
+    def source_keys(self) -> list[SourceKey]:
+        """Return the sources of training that have a position, those of the run that saved the step
+        first; [] for a step from before 0.2. Raises CorruptFileError.
+        """
+        loader = self.parts.get("loader", {})
+        if "sources" not in loader:
+            return []
+        with fields_of(f"{self.folder / STATE}: loader"):
+            return validated(list[SourceKey], loader, "sources")
 
     def load_into(self, stateful: Mapping[str, Stateful]) -> None:
         """Load each part of a run from the state under its name. Raises CorruptFileError."""

@@ -464,9 +464,9 @@ class Checkpoint(Section):
     accept_model_only."""
 
     restart_data: bool = False
-    """If the loaded checkpoint had other data (other documents or another order), start the data of
-    this recipe at its first document; later resumes continue it. Without this key such a resume is
-    an error."""
+    """If a source has other documents than in the loaded checkpoint, or another order of them,
+    start the data of this recipe at its first document; later resumes continue it. Without this key
+    such a resume is an error. Sources may be added and left out without it."""
 
     accept_model_only: bool = False
     """Start with a new optimizer if the checkpoint has only the model, or another optimizer; else
@@ -476,10 +476,10 @@ class Checkpoint(Section):
 class Corpus(Section):
     """The source of documents: keys of [data], and of each table of data.sources."""
 
-    dataset: RestartsData[
+    dataset: (
         Literal["stdlib", "local", "c4", "prepared"]
         | Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", title="owner/name")]
-    ] = "stdlib"
+    ) = "stdlib"
     """stdlib: documentation and sources of the running Python; local: files at path; owner/name: a
     dataset of the Hugging Face hub, streamed; c4: allenai/c4 in English, with its own validation
     split; prepared: tokens that titan-lite prepare wrote to path."""
@@ -496,6 +496,20 @@ class Corpus(Section):
 
     text_field: str = "text"
     """Field or column that holds a document's text, except in txt."""
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the path without a pattern, or the dataset."""
+        fixed = [
+            part
+            for part in PurePath(without_secrets(self.path)).parts
+            if not set(part) & set("*?[")
+        ]
+        if fixed:
+            text = PurePath(fixed[-1]).name.partition(".")[0]
+        else:
+            text = f"{self.dataset} {self.subset}".strip()
+        return re.sub(r"[^\w.-]+", "_", text) or self.dataset
 
 
 class DataSource(Corpus):
@@ -565,16 +579,7 @@ class Data(Corpus):
         """
         names: list[str] = []
         for source in self.sources:
-            fixed = [
-                part
-                for part in PurePath(without_secrets(source.path)).parts
-                if not set(part) & set("*?[")
-            ]
-            if fixed:
-                text = PurePath(fixed[-1]).name.partition(".")[0]
-            else:
-                text = f"{source.dataset} {source.subset}".strip()
-            name = re.sub(r"[^\w.-]+", "_", text) or source.dataset
+            name = source.short_name
             unique = name
             number = 2
             while unique in names:

@@ -11,6 +11,7 @@ rank of a node completes its listings, and the others get them (Trainer.list_doc
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -61,6 +62,9 @@ class Listing:
     @cached_property
     def identity(self) -> SourceIdentity:
         """The names, sizes and hashes of the documents. Raises ConfigError and MachineError."""
+        return replace(self._documents(), name=self.data.short_name)
+
+    def _documents(self) -> SourceIdentity:
         data = self.data
         match data.dataset:
             case "local":

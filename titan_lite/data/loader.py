@@ -29,6 +29,7 @@ from titan_lite.data.documents import build_source
 from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.packing import Mixture, Packing, Window, WindowPacker
 from titan_lite.data.processes import PackingProcesses
+from titan_lite.data.source_identity import SourceKey
 from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
@@ -51,9 +52,18 @@ class Loader(Iterator[Batch]):
     """
 
     def __init__(
-        self, packing: Packing, *, streams: int, batch_size: int, dp_rank: int, dp_degree: int
+        self,
+        packing: Packing,
+        keys: Sequence[SourceKey],
+        *,
+        streams: int,
+        batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
     ):
+        """keys: of the sources of `packing`."""
         self.packing = packing
+        self.keys = list(keys)  # in the order of each stream's positions
         self.batch_size = batch_size
         self.streams = RankStreams(streams, dp_rank, dp_degree)
         self.windows_taken = 0  # by all ranks together
@@ -178,7 +188,7 @@ class Loader(Iterator[Batch]):
 
     def _state(self) -> LoaderState:
         positions = {stream: list(by_source) for stream, by_source in self.positions.items()}
-        return LoaderState(self.windows_taken, self.streams.num_streams, positions)
+        return LoaderState(self.windows_taken, self.streams.num_streams, positions, self.keys)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch of `next`, small and of JSON types.
@@ -189,21 +199,17 @@ class Loader(Iterator[Batch]):
         return self._state().to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a merged state, which may be of another dp_degree or batch size.
+        """Continue from a merged state, which may be of another dp_degree, batch size, sequence
+        length, or of other sources.
 
-        The number of streams is that of the state. checkpoint/resume.py refuses the state of other
-        sources before this is called.
+        The number of streams is that of the state. A source goes on at its position, a new one
+        begins, and the position of one that is gone stays in the state.
         """
-        saved = LoaderState.from_dict(state)
+        saved = LoaderState.from_dict(state).positions_in(self.keys[: len(self.packing.sources)])
         streams = RankStreams(saved.num_streams, self.streams.dp_rank, self.streams.dp_degree)
         positions = {stream: saved.positions[stream] for stream in streams.indices}
-        for by_source in positions.values():
-            if len(by_source) != len(self.packing.sources):
-                raise ValueError(
-                    f"a loader's state of {len(by_source)} sources, and [data] has"
-                    f" {len(self.packing.sources)}"
-                )
         self._end_processes()
+        self.keys = saved.sources or self.keys
         self.streams = streams
         self.windows_taken = saved.windows_taken
         self.positions = positions
@@ -221,10 +227,13 @@ def build_loader(  # noqa: PLR0913  batch and rank as plain integers
     dp_degree: int,
     seed: int,
     listings: Sequence[Listing] | None = None,
+    keys: Sequence[SourceKey] = (),
 ) -> Loader:
     """Return rank `dp_rank`'s loader over the windows of `streams` streams.
 
-    batch_size: sequences of a rank's batch. listings: of the sources; None to list them now.
+    batch_size: sequences of a rank's batch. listings: of the sources; None to list them now. keys:
+    of the sources; (): their numbers, in a state that no run with other sources loads.
+
     Raises ConfigError if the documents cannot be read.
     """
     listings = listings or list_sources(data)
@@ -241,6 +250,12 @@ def build_loader(  # noqa: PLR0913  batch and rank as plain integers
     ]
     mixture = Mixture([share for share, _ in data.mixture()], seed)
     packing = Packing(data, sources, mixture, tokenizer, seq_len)
+    keys = keys or [SourceKey(str(number), str(number)) for number in range(len(sources))]
     return Loader(
-        packing, streams=streams, batch_size=batch_size, dp_rank=dp_rank, dp_degree=dp_degree
+        packing,
+        keys,
+        streams=streams,
+        batch_size=batch_size,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
     )

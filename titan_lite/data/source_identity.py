@@ -29,12 +29,22 @@ class FileContent(NamedTuple):
     sha256: str
 
 
+class SourceKey(NamedTuple):
+    """What a source is known by in a checkpoint: its position belongs to the hash. The name says
+    whether another hash is another source, or the same one with other documents.
+    """
+
+    name: str
+    sha256: str
+
+
 @dataclass(frozen=True)
 class SourceIdentity:
     """The documents of one source."""
 
     settings: Mapping[str, str]  # of [data]: those that decide which documents these are
     files: Mapping[str, FileContent] = field(default_factory=dict)  # by name, in order
+    name: str = field(default="", compare=False)  # Corpus.short_name; a checkpoint has it elsewhere
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SourceIdentity":
@@ -72,6 +82,16 @@ def digest_of(sources: Sequence[SourceIdentity]) -> str:
     """Return a SHA-256 of the documents of all sources."""
     values = [(sorted(each.settings.items()), [*each.files.items()]) for each in sources]
     return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def source_keys(sources: Sequence[SourceIdentity]) -> list[SourceKey]:
+    """Return the key of each source of a mixture. Two with the same documents have two keys."""
+    keys: list[SourceKey] = []
+    for source in sources:
+        sha256 = digest_of([source])
+        same = sum(key.sha256.partition(" ")[0] == sha256 for key in keys)
+        keys.append(SourceKey(source.name, f"{sha256} {same + 1}" if same else sha256))
+    return keys
 
 
 def differences_in_words(was: Sequence[SourceIdentity], now: Sequence[SourceIdentity]) -> list[str]:

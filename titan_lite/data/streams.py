@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from titan_lite.data.source_identity import SourceKey
 from titan_lite.manifest import validated
 
 
@@ -84,16 +85,43 @@ class LoaderState:
     windows_taken: int  # by all ranks together
     num_streams: int  # of the run
     positions: Positions  # of the streams of this rank, or of all
+    # those of the run, then those that it no longer reads, in the order of each stream's positions;
+    # None: a state from before 0.2
+    sources: list[SourceKey] | None = None
+
+    def positions_in(self, sources: Sequence[SourceKey]) -> "LoaderState":
+        """Return the state with the positions of these sources, and after them those of others that
+        it has. A source that it does not have begins at its first document.
+
+        Raises ValueError if the state does not say its sources, and has another number of them.
+        """
+        known = self.sources or list(sources)
+        hashes = {key.sha256: index for index, key in enumerate(known)}
+        ours = {key.sha256 for key in sources}
+        others = [key for key in known if key.sha256 not in ours]
+        positions: Positions = {}
+        for stream, by_source in self.positions.items():
+            if len(by_source) != len(known):
+                raise ValueError(f"a state of {len(by_source)} sources, and not of {len(known)}")
+            positions[stream] = [
+                by_source[hashes[key.sha256]] if key.sha256 in hashes else StreamPosition(stream)
+                for key in (*sources, *others)
+            ]
+        return LoaderState(self.windows_taken, self.num_streams, positions, [*sources, *others])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"windows_taken": 40, "streams": 8, "positions": {"3": [[17, 120]]}}, for JSON."""
+        """Return {"windows_taken": 40, "streams": 8, "sources": [["web", "5d41..."]], "positions":
+        {"3": [[17, 120]]}}, for JSON.
+        """
         positions = {
             str(stream): [list(position) for position in by_source]
             for stream, by_source in self.positions.items()
         }
+        sources = {"sources": [list(key) for key in self.sources]} if self.sources else {}
         return {
             "windows_taken": self.windows_taken,
             "streams": self.num_streams,
+            **sources,
             "positions": positions,
         }
 
@@ -104,6 +132,7 @@ class LoaderState:
             validated(NonNegativeInt, state, "windows_taken"),
             validated(PositiveInt, state, "streams"),
             validated(Positions, state, "positions"),
+            validated(list[SourceKey], state, "sources") if "sources" in state else None,
         )
 
 

@@ -37,6 +37,7 @@ class PerSource:
         self.own = torch.zeros(2, len(names), dtype=torch.float64, device=device)
         self.window = torch.zeros(2, len(names), dtype=torch.float64)
         self.seen = [0] * len(names)  # tokens of the run, resumed parts included
+        self.of_others: dict[str, int] = {}  # of sources that the run no longer reads
         self.waiting: deque[Tensor] = deque()
         self.missing: set[str] = set()  # absent values that were reported
 
@@ -111,11 +112,10 @@ class PerSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the counts of all ranks when `gather` was called."""
-        if not self.names:
-            return {}
-        return {"tokens": dict(zip(self.names, self.seen, strict=True))}
+        return {"tokens": {**self.of_others, **dict(zip(self.names, self.seen, strict=True))}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state; without a count, from zero."""
         counts = validated(dict[str, NonNegativeInt], {"tokens": {}, **state}, "tokens")
-        self.seen = [counts.get(name, 0) for name in self.names]
+        self.seen = [counts.pop(name, 0) for name in self.names]
+        self.of_others = counts

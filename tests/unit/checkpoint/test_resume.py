@@ -34,7 +34,7 @@ from titan_lite.config import Checkpoint, ConfigError, is_unset, load_config
 from titan_lite.config.effects import Effect
 from titan_lite.config.families import FAMILIES
 from titan_lite.config.nearest import RENAMED
-from titan_lite.data.source_identity import digest_of
+from titan_lite.data.source_identity import digest_of, source_keys
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.shapes import config_from_fields
@@ -631,6 +631,45 @@ def test_a_corpus_edited_between_stop_and_resume_is_refused(corpus, tmp_path):
     assert "checkpoint.restart_data = true" in str(error.value)
     changes.refuse_unless_accepted(Checkpoint(restart_data=True))
     assert f"the data restarts: {text}" in changes.describe()
+
+
+def sources_of(folder, *names):
+    tables = (f'{{dataset = "local", path = "{folder / name}"}}' for name in names)
+    return f"--data.sources=[{', '.join(tables)}]"
+
+
+def test_a_source_is_known_by_its_documents_and_its_name(corpus, tmp_path):
+    """Others are new or gone, and the data goes on; the same name with other documents is refused."""
+    for name in ("web", "books"):
+        shutil.copytree(corpus, tmp_path / name)
+        (tmp_path / name / "own.txt").write_text(name)
+    saves, documents = run_on(corpus, sources_of(tmp_path, "web", "books"))
+    positions = {"sources": [list(key) for key in source_keys(documents["documents"])]}
+    positions["sources"].append(["code", "e" * 64])  # of an earlier phase
+    state = RunState(saves, {"loader": positions}, documents=documents)
+    (tmp_path / "step-50").mkdir()
+    write_state(tmp_path / "step-50", 50, ("model", "optimizer"), state)
+    step = read_state(tmp_path / "step-50")
+
+    def sources(*names):
+        changes = resumed(step, corpus, sources_of(tmp_path, *names))
+        return changes, [line for line in changes.describe() if "source " in line]
+
+    (tmp_path / "books").rename(tmp_path / "renamed")
+    assert sources("renamed", "web")[1] == []
+    changes, lines = sources("renamed", "corpus")
+    changes.refuse_unless_accepted(Checkpoint())
+    assert lines == [
+        "changed: source corpus is new, from its first document on",
+        "changed: source web is gone; the checkpoint has its position",
+    ]
+    (tmp_path / "web/own.txt").write_text("edited")
+    changes, lines = sources("web", "renamed")
+    assert lines == [
+        "the data restarts: the documents of [data]: source web: 1 file was changed (own.txt)"
+    ]
+    with pytest.raises(ConfigError, match="source web: 1 file was changed"):
+        changes.refuse_unless_accepted(Checkpoint())
 
 
 def test_a_copy_of_the_corpus_is_resumed(corpus, tmp_path):

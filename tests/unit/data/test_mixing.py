@@ -154,12 +154,6 @@ def test_weights_may_change_when_a_run_goes_on_and_hold_from_there(two):
     assert abs(is_a.float().mean() - 0.5) < 0.01
 
 
-def test_a_state_of_another_number_of_sources_is_not_loaded(two):
-    state = state_of(loaders(two, 8, 1, 8, 63))
-    with pytest.raises(ValueError, match=r"state of 2 sources, and \[data\] has 1"):
-        loaders(two.replace(sources=two.sources[:1]), 8, 1, 8, 63, state)
-
-
 # Skipped documents
 
 
