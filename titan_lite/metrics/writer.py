@@ -30,7 +30,8 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
 of an MoE model, over the steps since the line before
 
     expert_balance          E times the sum over experts of share of choices x mean probability,
-                            the mean of layers: 1 if experts are equally loaded
+                            the mean of layers: 1 if experts are equally loaded;
+                            expert_balance/0 is that of layer 0
     router_entropy          of the probabilities of a token, nats, the mean of layers
     expert_load_max, _min   tokens of the most and the least loaded expert, relative to the mean of
                             their layer; expert_load_max/0 is that of layer 0

@@ -43,7 +43,13 @@ from titan_lite.distributed.mesh import sum_over_positions
 from titan_lite.distributed.stage import Stage
 from titan_lite.feature import StepPart
 from titan_lite.features.moe.keys import ExpertsKeys
-from titan_lite.features.moe.load import Loads, idle_experts, values_of, write_shares
+from titan_lite.features.moe.load import (
+    BalanceHistory,
+    Loads,
+    idle_experts,
+    values_of,
+    write_shares,
+)
 from titan_lite.logging import logger
 from titan_lite.models.experts import LOADS, Balance, Router, routers_of
 
@@ -96,6 +102,7 @@ class ExpertBalance(StepPart):
         columns = 2 * self.n_experts + 1
         self.own = torch.zeros(model.n_layers, columns, dtype=torch.float64, device=device)
         self.window = torch.zeros_like(self.own)
+        self.history = BalanceHistory()
         for stage in stages:
             for fqn, router in routers_of(stage.model).items():
                 layer = int(fqn.split(".")[1])
@@ -158,12 +165,18 @@ class ExpertBalance(StepPart):
         )
 
     def metrics(self, steps: range, folder: Path | None) -> dict[str, float]:
-        """Return the metrics of loads, warn of idle experts, and write experts.json."""
+        """Return the metrics of loads, and write experts.json. Warn of idle experts, and of a term
+        that falls while loads get worse.
+        """
         loads = self.loads()
         if loads is None:
             return {}
-        if dist.get_rank() == 0 and (line := idle_experts(loads, steps)):
-            logger.warning(line)
+        if dist.get_rank() == 0:
+            lines = [idle_experts(loads, steps)]
+            if self.settings.balance in ("step", "sequence"):
+                lines.append(self.history.add(loads, steps))
+            for line in filter(None, lines):
+                logger.warning(line)
         if folder is not None:
             write_shares(loads, folder, steps)
         return values_of(loads)

@@ -4,6 +4,7 @@
     values = values_of(loads)                           # {"expert_balance": 1.02, ...}
     write_shares(loads, dump_folder, steps=range(1, 11))
     line = idle_experts(loads, steps=range(1, 11))      # "" if all experts have tokens
+    line = history.add(loads, steps=range(1, 11))       # "" unless a term hides a worse load
 
 experts.json has the shares over the steps since the previous line of metrics.jsonl, which the
 report draws as a picture:
@@ -12,10 +13,12 @@ report draws as a picture:
 """
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from titan_lite import manifest
@@ -24,6 +27,7 @@ from titan_lite.metrics.run_files import FILE_OF_EXPERTS
 from titan_lite.text import first_names
 
 SHOWN = 4  # layers, and experts of a layer, in a line
+LINES = 10  # of metrics, over which a term and a load are compared
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def values_of(loads: Loads) -> dict[str, float]:
         "expert_load_min": float(loads.relative.min()),
     }
     for layer, relative in enumerate(loads.relative):
+        values[f"expert_balance/{layer}"] = float(loads.balance[layer])
         values[f"expert_load_max/{layer}"] = float(relative.max())
         values[f"expert_load_min/{layer}"] = float(relative.min())
     return values
@@ -89,6 +94,64 @@ def idle_experts(loads: Loads, steps: range) -> str:
         f"{_range(steps)}: experts without a token (experts.balance):"
         f" {'; '.join(layers[:SHOWN])}{more}"
     )
+
+
+class BalanceHistory:
+    """The term and the largest load of each layer in the last lines of metrics.
+
+    A term may fall while loads get worse, since with E experts
+
+        E sum_i f_i P_i = 1 + E sum_i (f_i - 1/E) (P_i - 1/E)
+
+    which a router also lowers by giving the expert that most tokens choose less probability than
+    the others have in the tokens that do not choose it.
+    """
+
+    def __init__(self) -> None:
+        # steps of a line; (layers,) each: terms, and the most loaded expert relative to the mean
+        self.lines: deque[tuple[range, Tensor, Tensor]] = deque(maxlen=LINES)
+
+    def add(self, loads: Loads, steps: range) -> str:
+        """Add a line of metrics. Return one on the layers in which, over the last LINES, the term
+        has fallen and the largest load has risen, each by more than it scatters; then, the history
+        begins again. "" if there are none.
+        """
+        self.lines.append((steps, loads.balance, loads.relative.amax(1)))
+        if len(self.lines) < LINES:
+            return ""
+        terms = torch.stack([term for _, term, _ in self.lines]).double()
+        largest = torch.stack([load for _, _, load in self.lines]).double()
+        found = (_rise(-terms) & _rise(largest)).nonzero().flatten().tolist()
+        if not found:
+            return ""
+        over = range(self.lines[0][0].start, steps.stop)
+        self.lines.clear()
+        layers = [
+            f"layers.{layer}: term {_course(terms[:, layer])}, largest load"
+            f" {_course(largest[:, layer])} times the mean"
+            for layer in found[:SHOWN]
+        ]
+        more = f"; and {len(found) - SHOWN} more layers" if len(found) > SHOWN else ""
+        return (
+            f"{_range(over)}: the balance term falls while the load of experts gets worse"
+            f' (experts.balance; "bias" moves loads themselves): {"; ".join(layers)}{more}'
+        )
+
+
+def _rise(values: Tensor) -> Tensor:
+    """Return for each layer if its values, (LINES, layers), rise by more than they scatter: a line
+    is fitted, and its rise is larger than the range of what is left.
+    """
+    numbers = torch.arange(len(values), dtype=values.dtype)
+    centered = (numbers - numbers.mean()).unsqueeze(1)
+    slope = (centered * values).sum(0) / centered.square().sum()
+    left = values - values.mean(0) - centered * slope
+    # rounding is no rise
+    return slope * (len(values) - 1) > left.amax(0) - left.amin(0) + 1e-6
+
+
+def _course(values: Tensor) -> str:
+    return f"{values[0]:.2f} to {values[-1]:.2f}"
 
 
 def repeated_steps(rows: Mapping[str, float], factor: float, steps: range) -> str:

@@ -10,7 +10,8 @@ from titan_lite.tools.report.run_record import RunRecord
 MAX_ROWS = 4000  # of metrics that are drawn for a run; of more, windows keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
 AXES = {"step", "time", "tokens", "hours"}  # of a row of metrics; the rest are curves
-OF_LAYERS = ("expert_load_max/", "expert_load_min/")  # which a picture has (sections.experts)
+# of each layer; a picture has the loads (sections.experts)
+OF_LAYERS = ("expert_balance/", "expert_load_max/", "expert_load_min/")
 MARKED = ("resume", "checkpoint", "skip", "failed", "stop", "slow", "warning")  # page.html: KINDS
 NOT_MARKED = ("start", "first step", "done", "restart")  # events
 

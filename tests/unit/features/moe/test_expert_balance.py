@@ -10,7 +10,8 @@ from titan_lite.distributed.stage import Stage
 from titan_lite.features.moe import balance as expert_balance
 from titan_lite.features.moe.balance import ExpertBalance
 from titan_lite.features.moe.keys import ExpertsKeys
-from titan_lite.models.experts import LOADS, routers_of
+from titan_lite.features.moe.load import LINES, BalanceHistory, Loads, values_of
+from titan_lite.models.experts import LOADS, choose_experts, routers_of
 from titan_lite.models.transformer import Transformer
 
 CONFIG = dataclasses.replace(of_family("qwen3_moe", UNTIED), n_layers=2)
@@ -134,3 +135,84 @@ def test_the_scale_is_that_of_the_steps_tokens():
         balance.begin_step(1, tokens)
         for router in routers_of(m).values():
             assert router.balance_scale.item() == pytest.approx(0.5 * 5 / tokens)
+
+
+# A term that falls while loads get worse
+
+# six tokens and three experts, of which a token has one
+EVEN = [[0.4, 0.3, 0.3], [0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.3, 0.4, 0.3], [0.3, 0.3, 0.4]]
+EVEN += [[0.3, 0.3, 0.4]]
+# Four tokens choose expert 0 by a little; the others give it nothing.
+GERRYMANDERED = [[0.36, 0.32, 0.32]] * 4 + [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+
+
+def test_a_term_that_falls_while_loads_get_worse_is_told_with_its_layer(monkeypatch, caplog):
+    monkeypatch.setattr(expert_balance.dist, "get_rank", lambda: 0)
+    m = Transformer(dataclasses.replace(CONFIG, n_experts=3, experts_per_token=1))
+    balance = balance_of(m, balance="step")
+    first, second = routers_of(m)
+    values = {}
+    for line in range(LINES):
+        later = GERRYMANDERED if line >= LINES // 2 else EVEN
+        for fqn, probabilities in ((first, EVEN), (second, later)):
+            choose_experts(torch.tensor([probabilities]), torch.zeros(3), 1, fqn)
+        balance.end_step(COUNTED)
+        assert not caplog.records
+        values[line] = balance.metrics(range(line, line + 1), None)
+    assert values[0]["expert_balance/1"] == pytest.approx(1)
+    assert values[0]["expert_load_max/1"] == pytest.approx(1)
+    assert values[9]["expert_balance/1"] == pytest.approx(0.86)  # 3 (4 x .24 + .38 + .38) / 6
+    assert values[9]["expert_load_max/1"] == pytest.approx(2)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == (
+        "steps 0 to 9: the balance term falls while the load of experts gets worse"
+        ' (experts.balance; "bias" moves loads themselves): layers.1: term 1.00 to 0.86, largest'
+        " load 1.00 to 2.00 times the mean"
+    )
+
+
+def random_loads(generator, layers=48, experts=16, tokens=2000):
+    """Loads of routers that are balanced but for chance."""
+    even = torch.full((layers, experts), 1 / experts)
+    counts = torch.multinomial(even, tokens, replacement=True, generator=generator)
+    shares = torch.stack([row.bincount(minlength=experts) for row in counts]).double() / tokens
+    noise = 0.01 * torch.randn(layers, experts, generator=generator, dtype=torch.float64)
+    return Loads(shares, (noise / experts + 1 / experts), torch.zeros(layers))
+
+
+def test_a_well_balanced_run_does_not_warn():
+    generator = torch.Generator().manual_seed(0)
+    history = BalanceHistory()
+    for step in range(200):
+        assert not history.add(random_loads(generator), range(step, step + 1))
+
+
+@pytest.mark.parametrize(
+    ("term", "load", "warns"),
+    [(-0.01, 0.2, True), (-0.01, -0.2, False), (0.01, 0.2, False), (0.0, 0.2, False)],
+)
+def test_both_have_to_get_apart(term, load, warns):
+    """Of two experts with shares f and 1 - f and probabilities p and 1 - p, the term is
+    1 + (2 f - 1) (2 p - 1), and the largest load 2 f.
+    """
+    history = BalanceHistory()
+    told = []
+    for line in range(3 * LINES):
+        share = 0.65 + load * line / (6 * LINES)
+        product = -0.03 + term * line / LINES
+        probability = (product / (2 * share - 1) + 1) / 2
+        shares, probabilities = (torch.tensor([[x, 1 - x]]) for x in (share, probability))
+        told.append(
+            history.add(Loads(shares, probabilities, torch.zeros(1)), range(line, line + 1))
+        )
+    assert [bool(text) for text in told] == [
+        warns and line % LINES == 9 for line in range(len(told))
+    ]
+
+
+def test_the_term_of_each_layer_is_a_metric():
+    loads = random_loads(torch.Generator().manual_seed(0), layers=3)
+    values = values_of(loads)
+    terms = [values[f"expert_balance/{layer}"] for layer in range(3)]
+    assert terms == loads.balance.tolist()
+    assert values["expert_balance"] == pytest.approx(sum(terms) / 3)
