@@ -79,7 +79,9 @@ def test_an_added_feature_is_verified(tmp_path):
     package = copied(tmp_path)
     shutil.copytree(SCALED, package / "titan_lite/features/scaled")
     with_list(package, [*FEATURES, "scaled"])
-    done = titan_lite(package, "verify", DEBUG, "--scaled.factor=2", "--world-size", 2)
+    done = titan_lite(
+        package, "verify", DEBUG, "--processes", "--scaled.factor=2", "--world-size", 2
+    )
     assert done.returncode == 0
 
 

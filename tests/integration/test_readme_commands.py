@@ -169,12 +169,12 @@ HERE = {
     f"{PLANNER} RECIPE --compare outputs/llama3_8b": Run(
         "planned / measured", "--training.seq_len 64", RECIPE
     ),
-    "python -m titan_lite verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
-    "titan-lite verify llama3_405b": Run("agrees", "--steps 1"),
+    "python -m titan_lite verify train_configs/llama3_405b.toml": Run("equal to one process"),
+    "titan-lite verify llama3_405b": Run("equal to one process"),
     "CONFIG_FILE=train_configs/qwen3_moe_debug.toml ./run_train.sh": Run(
         "done: step 1", f"{SMALLEST} --job.dump_folder outputs/experts"
     ),
-    "python -m titan_lite verify train_configs/qwen3_moe_debug.toml --layouts tp=2 dp_shard=2,ep=2": Run(
+    "python -m titan_lite verify train_configs/qwen3_moe_debug.toml --processes --layouts tp=2 dp_shard=2,ep=2": Run(
         "agrees", "--steps 1"
     ),
     "python -m titan_lite plan train_configs/qwen3_30b_a3b.toml": Run("of 80 on the device"),
@@ -278,7 +278,7 @@ ELSEWHERE = {
     ),
     "python scripts/compare_layouts.py": "test_layouts_have_one_curve_which_is_drawn",
     "CONFIG_FILE=train_configs/my_run.toml ./run_train.sh --job.dump_folder outputs/cooldown --checkpoint.branch_from outputs/my_run/checkpoint/step-8000 --training.steps 10000 --lr_scheduler.decay_length 2000": "test_a_branch_with_nothing_changed_is_the_run_to_the_bit_and_a_cooldown_is_another",
-    "titan-lite verify RECIPE --world-size N": "test_the_twin_finds_what_no_structure_shows",
+    "titan-lite verify RECIPE --processes --world-size N": "test_the_twin_finds_what_no_structure_shows",
 }
 
 

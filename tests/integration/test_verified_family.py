@@ -91,6 +91,7 @@ def test_the_twin_finds_what_no_structure_shows(text, layout, module, tmp_path, 
     file.write_text(text)
     names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
     degree = f"--parallelism.{KEYS[layout.removesuffix('=2')]}=2"
-    assert program.main([str(DEBUG), "--world-size", "2", "--steps", "1", *names, degree]) == 1
+    options = ["--processes", "--world-size", "2", "--steps", "1", *names, degree]
+    assert program.main([str(DEBUG), *options]) == 1
     (line,) = re.findall(rf"^{layout} .*$", capfd.readouterr().out, re.M)
     assert re.search(rf"  {re.escape(module)} +DIFFERS$", line)

@@ -1,4 +1,4 @@
-"""`python -m titan_lite verify`: what agrees, what does not and is named, and what cannot be asked."""
+"""`python -m titan_lite verify --processes`: what agrees, what does not and is named, and what cannot be asked."""
 
 import re
 
@@ -12,6 +12,7 @@ from titan_lite.distributed.buckets import Bucket
 from titan_lite.tools.verify import command as program
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import Observed
+from titan_lite.tools.verify.processes import Verification
 from titan_lite.tools.verify.twin import (
     every_layout,
     layout_of,
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.ranks(2)
 
 
 def command(*arguments):
-    return run(*python("-m", "titan_lite", "verify", *arguments), seconds=900)
+    return run(*python("-m", "titan_lite", "verify", "--processes", *arguments), seconds=900)
 
 
 def test_a_recipe_that_is_right_exits_with_0():
@@ -132,7 +133,7 @@ def test_a_layout_that_fails_says_why_and_does_not_agree(capfd):
 def test_the_exit_code_is_that_of_the_verdict(monkeypatch):
     for agree, code in ((True, 0), (False, 1)):
         monkeypatch.setattr(program, "verify", lambda *arguments, agree=agree, **options: agree)
-        assert program.main([str(DEBUG)]) == code
+        assert program.main([str(DEBUG), "--processes"]) == code
 
 
 def exit_code(arguments):
@@ -168,7 +169,7 @@ def exit_code(arguments):
     ],
 )
 def test_wrong_arguments_end_with_one_line_and_exit_code_2(arguments, message, capsys):
-    assert exit_code([str(argument) for argument in arguments]) == 2
+    assert exit_code(["--processes", *map(str, arguments)]) == 2
     errors = capsys.readouterr().err  # a line for each mistake
     assert errors.startswith("error: ")
     assert re.search(message, errors)
@@ -282,7 +283,7 @@ def test_a_capacity_is_not_in_the_twin_and_a_line_says_so(capsys):
     layout = layout_of(config, 2)
     assert name_of(layout) == "dp_shard=2,ep=2"
     assert twin(config, layout, steps=1).experts.capacity_factor == 0
-    program.Verification(config, [layout], steps=1).print_head()
+    Verification(config, [layout], steps=1).print_head()
     assert "not in the proxy: experts.capacity_factor = 1.5" in capsys.readouterr().out
 
 

@@ -226,8 +226,9 @@ LAYOUT = {
     "tools/plan/rank_bytes.py",
     "rules/training.py",
     "config/batch_sizes.py",
+    "tools/verify/small.py",
     "tools/verify/twin.py",
-}  # rules: an early check of the batch; twin: makes other recipes
+}  # rules: an early check of the batch; small and twin: make other recipes
 
 
 def derived_again(package):

@@ -1,90 +1,96 @@
-"""Verify that a parallel layout computes the same as one process: train a small twin of a recipe on
-CPU processes, and compare.
+"""Verify that a parallel layout computes the same as one process, at any number of ranks.
 
-    titan-lite verify RECIPE [--layouts LAYOUT ...] [--world-size N] [--steps N]
-                             [--section.key value ...]
+    titan-lite verify RECIPE [--world-size N] [--section.key value ...]
+    titan-lite verify RECIPE --processes [--layouts LAYOUT ...] [--world-size N] [--steps N]
 
     LAYOUT: recipe (default), all, or degrees such as dp_shard=2,tp=2
 
-The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism,
-schedule, activation checkpointing, compiler passes, communication, tied weights, RoPE scaling. It
-shrinks the rest: the model to the debug flavor, degrees to 2 or a little more, the batch to a few
-short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
-trained in float32, with float8 matmuls if the recipe has them, on the standard library's text. The
-same model is trained with the same seed and data in one eager process without checkpointing. The
-comparison covers the losses of all steps and of validation, every gradient of the first step, the
-output of every module in its forward, and which experts each token has.
+By default nothing is started: the graphs of a small model with the recipe's own degrees are traced
+after all passes, and are evaluated in float64 for all ranks, in this process. The loss and every
+gradient on every rank are compared with the plain model. What graphs do not have is listed.
+
+With --processes, a scaled-down proxy of the recipe is trained on up to eight CPU processes and in
+one: with optimizer, loader, float8 products, pipeline transfers and eager mode, at degrees of 2.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
 
-import os
+import argparse
+import resource
 from collections.abc import Sequence
+from pathlib import Path
 
-import torch.multiprocessing as mp
-
+from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
-from titan_lite.config import Compile, Config, ConfigError, read_config
+from titan_lite.config import Config, ConfigError, find_recipe, read_config
 from titan_lite.config.errors import shown
-from titan_lite.config.families import ModelConfig
-from titan_lite.distributed.device import device_memory
-from titan_lite.distributed.layout import Layout
-from titan_lite.distributed.pipeline_schedule import TooFewLayers
-from titan_lite.feature import LowPrecision, features_of, low_precision
 from titan_lite.models.shapes import shape_of, shape_words
-from titan_lite.rules import check_keys
-from titan_lite.rules.machine import check_machine
-from titan_lite.tools.verify.compare import FLOAT32, LOW_PRECISION, Comparison, compare
-from titan_lite.tools.verify.observe import Observed, Prepare, run
-from titan_lite.tools.verify.twin import (
-    MIN_LAYERS,
-    SEQ_LEN,
-    SEQUENCES,
-    Degrees,
-    every_layout,
-    layout_of,
-    name_of,
-    parse_layout,
-    processes_of,
-    reference,
-    twin,
-    twin_model,
-)
+from titan_lite.tools.plan.command import find_hardware, lay_out, world_size_of
+from titan_lite.tools.verify.check import Verdict, check_layout
+from titan_lite.tools.verify.processes import verify
+from titan_lite.tools.verify.twin import Degrees, every_layout, layout_of, name_of, parse_layout
 
 
 @command(gone=1)  # 0 would say that all layouts agree
 def main(arguments: Sequence[str]) -> int:
+    parser = build_parser()
+    options, overrides = parser.parse_with_overrides(arguments)
+    config, wrong = read_config(options.recipe, overrides)
+    rules.check_keys(config, wrong)
+    if options.processes:
+        layouts = layouts_of(config, options)
+        return 0 if verify(config, layouts, steps=options.steps or 5) else 1
+    for name in ("layouts", "steps"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name} has no effect without --processes: graphs are those of the recipe's own"
+                " degrees; give these as --parallelism keys, or add --processes"
+            )
+    world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
+    memory = find_hardware(None, config).memory * 2**30  # whether weights are gathered once a step
+    verdict = check_layout(config, lay_out(config, world_size, memory))
+    print("\n".join(verdict_lines(config, verdict)), flush=True)
+    return 0 if verdict.agrees else 1
+
+
+def build_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument(
         "recipe", help="a TOML file; options of the form --section.key value change it"
     )
     parser.add_argument(
-        "--layouts",
-        nargs="+",
-        default=["recipe"],
-        metavar="LAYOUT",
-        help="what to verify (default: recipe)",
-    )
-    parser.add_argument(
         "--world-size",
         type=at_least_one,
         metavar="N",
-        help="ranks of the layout `recipe` (default: 4 for data_parallel_shard_degree = -1)",
+        help="ranks (default: N of the recipe's line `# world_size: N`; with --processes those of"
+        " the layout `recipe`, 4 for data_parallel_shard_degree = -1)",
     )
     parser.add_argument(
-        "--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)"
+        "--processes", action="store_true", help="train a proxy on real processes instead"
     )
-    options, overrides = parser.parse_with_overrides(arguments)
-    config, wrong = read_config(options.recipe, overrides)
-    check_keys(config, wrong)
-    if options.world_size and "recipe" not in options.layouts:
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="LAYOUT",
+        help="what to verify with --processes (default: recipe)",
+    )
+    parser.add_argument(
+        "--steps", type=at_least_one, metavar="N", help="steps with --processes (default: 5)"
+    )
+    return parser
+
+
+def layouts_of(config: Config, options: argparse.Namespace) -> list[Degrees]:
+    """Return the degrees of the layouts that are trained. Raises ConfigError."""
+    names = options.layouts or ["recipe"]
+    if options.world_size and "recipe" not in names:
         raise ConfigError(
             f"--world-size {options.world_size} has no effect with --layouts"
-            f" {' '.join(options.layouts)}: it is for --layouts recipe; leave it out"
+            f" {' '.join(names)}: it is for --layouts recipe; leave it out"
         )
     layouts: list[Degrees] = []
     has_experts = shape_of(config.model).n_experts > 0
-    for name in options.layouts:
+    for name in names:
         if name == "all":
             layouts += every_layout(has_experts)
         elif name == "recipe":
@@ -96,149 +102,31 @@ def main(arguments: Sequence[str]) -> int:
                     f"--layouts {name}: ep = {layouts[-1]['ep']} has no effect with model.name ="
                     f" {shown(config.model.name)}, a dense family; leave it out"
                 )
-    return 0 if verify(config, layouts, steps=options.steps) else 1
+    return layouts
 
 
-def verify(
-    config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None
-) -> bool:
-    """Print a line for each layout, and return whether all agree.
-
-    prepare: as for `run`. Raises ConfigError if the only layout is impossible.
-    """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is initialized
-    verification = Verification(config, layouts, steps, prepare)
-    verification.print_head()
-    verdicts = [verification.verify(layout) for layout in layouts]
-    return all(verdicts)
-
-
-class Verification:
-    """The verification of a recipe: a table with a row for each layout."""
-
-    def __init__(
-        self,
-        config: Config,
-        layouts: Sequence[Degrees],
-        steps: int,
-        prepare: Prepare | None = None,
-    ):
-        self.config = config
-        self.flavor = shape_of(config.model)
-        self.layouts = layouts
-        self.steps = steps
-        self.prepare = prepare
-        self.tolerances = LOW_PRECISION if low_precision(config) else FLOAT32
-        # by what decides the batches and the model of a twin: (layers, sequences of a step)
-        self.references: dict[tuple[int, int], Observed] = {}
-        self.width = max(len(name) for name in ("layout", *map(name_of, layouts)))  # first column
-
-    def print_head(self) -> None:
-        low = low_precision(self.config)
-        kind = f"{low.name} {low.scales} beside float32" if low else "float32"
-        print(
-            f"scaled-down proxy of {shape_words(self.config.model)}:"
-            f" {twin_model(self.flavor, 1).n_layers} layers or more, dim"
-            f" {twin_model(self.flavor, 1).dim},"
-            f" {kind}, {SEQUENCES} sequences of {SEQ_LEN} tokens a step, {self.steps} steps;"
-            " expected: one eager process"
+def verdict_lines(config: Config, verdict: Verdict) -> list[str]:
+    """Return what a check has found, in words."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if verdict.agrees:
+        result = (
+            f"equal to one process: the loss and {verdict.parameters} gradients on every rank; the"
+            f" largest relative error is {verdict.error:.1e}"
         )
-        print(
-            f"tolerances, relative: loss {self.tolerances.loss:g}, gradient"
-            f" {self.tolerances.gradient:g}, activations {self.tolerances.activation:g}"
-        )
-        if self.flavor.n_experts:
-            print(
-                "the experts of every token of the first step are compared; two may be exchanged"
-                f" whose probabilities are apart by {self.tolerances.tie:g} at most"
-            )
-        for feature in features_of(self.config):
-            _, why = feature.for_verify(self.config)
-            if why:
-                print(f"not in the proxy: {why}")
-        print(
-            f"{'layout':<{self.width}}  processes  loss     gradient  {'of':<31} "
-            f" {'first to diverge':<24}  verdict"
-        )
-
-    def verify(self, layout: Degrees) -> bool:
-        """Print the row of a layout, and return False if it differs or fails.
-
-        Raises ConfigError if it is impossible and the only one.
-        """
-        small = twin(self.config, layout, self.steps)
-        try:
-            model = with_enough_layers(small, self.flavor, processes_of(layout))
-        except ConfigError as error:
-            if len(self.layouts) == 1:
-                raise
-            self._print_row(layout, f"not possible: {error}")
-            return True
-        expected = self._reference(small, model)
-        try:
-            result = compare(run(small, model, prepare=self.prepare), expected, self.tolerances)
-            module = result.module or "-"
-            if not result.agrees and small.compile.enable:
-                module = self._first_to_diverge_in_eager_mode(small, model, expected)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            self._print_row(layout, f"FAILS\n{error}")
-            return False
-        verdict = "agrees" if result.agrees else "DIFFERS"
-        self._print_row(layout, f"{differences(result):<50}  {module:<24}  {verdict}")
-        if result.flips:
-            tie = "nearly equal" if result.gap <= self.tolerances.tie else "not equal"
-            print(
-                f"{name_of(layout):<{self.width}}  {result.flips} tokens have other experts, whose"
-                f" probabilities are {tie}: apart by {result.gap:.1e} at most"
-            )
-        return result.agrees
-
-    def _reference(self, small: Config, model: ModelConfig) -> Observed:
-        """Return what one eager process computes from the twin's batches."""
-        key = (model.n_layers, small.training.global_batch_size)
-        if key not in self.references:
-            alone = reference(small)
-            self.references[key] = run(alone, model)
-            if low := low_precision(alone):
-                self._print_rounding(low, model, self.references[key])
-        return self.references[key]
-
-    def _first_to_diverge_in_eager_mode(
-        self, small: Config, model: ModelConfig, expected: Observed
-    ) -> str:
-        """Return a module's FQN. A compiled run does not have the outputs of modules."""
-        eager = run(small.replace(compile=Compile()), model, prepare=self.prepare)
-        return compare(eager, expected, self.tolerances).module or "none in eager mode"
-
-    def _print_row(self, layout: Degrees, text: str) -> None:
-        name = f"{name_of(layout):<{self.width}}  {processes_of(layout):>9}"
-        print(f"{name}  {text}", flush=True)
-
-    def _print_rounding(self, low: LowPrecision, model: ModelConfig, rounded: Observed) -> None:
-        """Print how far a run is from the same without fewer bits, in bfloat16 and in float32."""
-        for dtype in ("bfloat16", "float32"):
-            training = low.without.training.replace(mixed_precision_param=dtype)
-            result = compare(rounded, run(low.without.replace(training=training), model))
-            name = f"{low.name} beside {dtype}"
-            print(f"{name:<{self.width + 11}}  {differences(result)}", flush=True)
+    else:
+        result = "DIFFERS from one process:"
+    shown_differences = verdict.differences[:SHOWN]
+    more = len(verdict.differences) - len(shown_differences)
+    return [
+        f"{shape_words(config.model)} on {verdict.ranks:,} ranks: {name_of(verdict.degrees)}",
+        f"checked by evaluation at {verdict.ranks:,} ranks, in float64, of the graphs of this"
+        f" recipe at small sizes, after all passes: {', '.join(verdict.stages)}",
+        result,
+        *(f"  {difference}" for difference in shown_differences),
+        *([f"  and {more} more"] if more else []),
+        *(f"not covered: {what}" for what in verdict.not_covered),
+        f"{verdict.traces} ranks traced, {verdict.seconds:.0f} s, {peak:.1f} GiB",
+    ]
 
 
-def differences(result: Comparison) -> str:
-    """Return the columns of the loss, the gradient, and the parameter that it is of."""
-    return f"{result.loss:.1e}  {result.gradient:.1e}   {result.parameter}"
-
-
-def with_enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
-    """Return the twin's model with the fewest layers for its stages.
-
-    Raises ConfigError if the layout has another mistake.
-    """
-    for layers in range(MIN_LAYERS, 4 * processes + 8):
-        model = twin_model(flavor, layers)
-        try:
-            layout = Layout.from_config(config, processes, model, device_memory())
-            check_machine(config, layout)
-            return model
-        except TooFewLayers as error:
-            too_few = error
-    raise too_few
+SHOWN = 6  # differences

@@ -1,0 +1,95 @@
+"""Layouts that are checked by evaluating their graphs for all ranks: right ones agree, and faults in
+the package's source do not.
+"""
+
+import dataclasses
+import logging
+
+import pytest
+from tiny import RECIPES
+
+from titan_lite.config import load_config
+from titan_lite.distributed import context_parallel, simple_fsdp
+from titan_lite.distributed.layout import Layout
+from titan_lite.tools.verify.check import check_layout
+
+
+@pytest.fixture(autouse=True)
+def no_record_of_each_trace(monkeypatch):
+    """pytest would keep every record of torch's structured log."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.ERROR)
+
+
+def degrees(**keys):
+    """Options for a recipe: the degrees by axis, 1 for others."""
+    names = {
+        "dp_replicate": "data_parallel_replicate_degree",
+        "dp_shard": "data_parallel_shard_degree",
+        "cp": "context_parallel_degree",
+        "tp": "tensor_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "ep": "expert_parallel_degree",
+    }
+    return [f"--parallelism.{name}={keys.get(axis, 1)}" for axis, name in names.items()]
+
+
+def checked(recipe, world_size, *options):
+    config = load_config(RECIPES / f"{recipe}.toml", options)
+    return check_layout(config, Layout.from_config(config, world_size))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "options"),
+    [
+        ("llama3_8b", 6, degrees(dp_shard=6)),  # uneven shards, a loss in chunks
+        ("llama3_8b", 4, [*degrees(cp=2, tp=2), "--training.mask_documents"]),
+        pytest.param(
+            "llama3_8b", 8, degrees(dp_replicate=2, dp_shard=2, tp=2), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "qwen3_moe_debug",
+            8,
+            [*degrees(dp_shard=4, tp=2, ep=4), "--experts.balance=sequence"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("llama3_405b", 512, (), marks=pytest.mark.slow),
+    ],
+)
+def test_a_right_layout_agrees(recipe, world_size, options):
+    verdict = checked(recipe, world_size, *options)
+    assert verdict.differences == []
+    assert 0 < verdict.error < 1e-9
+    assert verdict.ranks == world_size
+
+
+def norms_are_not_summed_over_tp(monkeypatch):
+    right = simple_fsdp.shard_parameter
+
+    def wrong(*arguments):
+        parameter, spec = right(*arguments)
+        return parameter, dataclasses.replace(spec, sum_groups=())
+
+    monkeypatch.setattr(simple_fsdp, "shard_parameter", wrong)
+
+
+def tails_come_in_the_order_of_ranks(monkeypatch):
+    def wrong(gathered, degree):
+        by_rank = gathered.unflatten(1, (degree, 2, -1))
+        return by_rank.transpose(1, 2).flatten(1, 3)
+
+    monkeypatch.setattr(context_parallel, "in_position_order", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "difference"),
+    [
+        (norms_are_not_summed_over_tp, {"tp": 2}, "the gradient of layers.0.attention_norm.weight"),
+        (tails_come_in_the_order_of_ranks, {"cp": 2}, "the loss is"),
+    ],
+)
+def test_a_fault_in_the_source_is_a_difference(fault, layout, difference, monkeypatch):
+    fault(monkeypatch)
+    verdict = checked("llama3_8b", 2, *degrees(**layout))
+    assert any(
+        each.startswith((difference, f"backward: {difference}")) for each in verdict.differences
+    )

@@ -1,0 +1,454 @@
+"""Check a recipe's layout at its number of ranks: evaluate its graphs for all of them, and compare
+with the plain model in one process.
+
+    verdict = check_layout(config, Layout.from_config(config, 512))
+    verdict.differences         # none if all agree
+
+Compared are the loss, and on every rank the gradient of every parameter (specification.py); what
+the code of a run says of ranks (tokens, positions, tables, shapes of shards); and the order of
+collectives on all ranks, each of which is waited for. It is an evaluation at random weights and
+tokens in float64, not a proof.
+"""
+
+import math
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_lite.compile.model_parts import Value
+from titan_lite.config import Config
+from titan_lite.config.families import find_family
+from titan_lite.distributed.layout import AXES, Layout
+from titan_lite.models.experts import routers_of
+from titan_lite.models.transformer import Transformer
+from titan_lite.tools.verify import specification
+from titan_lite.tools.verify.lockstep import Divergence, InFloat64, Ranks, evaluate
+from titan_lite.tools.verify.small import SmallRecipe, small_recipe
+from titan_lite.tools.verify.specification import Place
+from titan_lite.tools.verify.trace_ranks import TracedStage, fake_world, trace_stage
+from titan_lite.tools.verify.variants import StageVariants
+
+TOLERANCE = 1e-8  # relative; float64 leaves 1e-10
+IGNORED = -100  # a label that is not counted
+GRADIENT = 0.37  # of each sequence's loss
+BOS = 1
+TABLE, COPY = "tok_embeddings.weight", "output.weight"  # of tied embeddings in a pipeline
+
+
+@dataclass
+class Verdict:
+    """What a check has found."""
+
+    ranks: int
+    degrees: dict[str, int]  # by axis, and ep
+    stages: Sequence[str]  # the kinds of stages that were evaluated, in words
+    traces: int = 0
+    parameters: int = 0  # whose gradients were compared
+    error: float = 0.0  # the largest relative one of all gradients and of the loss
+    differences: list[str] = field(default_factory=list)
+    not_covered: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        return not self.differences
+
+
+# Of every recipe.
+NOT_COVERED = (
+    "what is outside of graphs: loader, clipping, optimizer, checkpoints, eager mode; Inductor's"
+    " kernels; rounding. `--processes` trains a proxy with these",
+)
+
+
+def check_layout(config: Config, layout: Layout) -> Verdict:
+    """Return the verdict on a recipe with a layout."""
+    started = time.perf_counter()
+    small = small_recipe(config, layout)
+    degrees = {**layout.degrees, "ep": layout.expert_parallel}
+    stages = [
+        f"a stage of {' and '.join(words_of(schedule.modules[0]))}" for schedule in small.chain
+    ]
+    verdict = Verdict(layout.world_size, degrees, stages)
+    verdict.not_covered += [*small.without, *NOT_COVERED]
+    if layout.gathers_once:
+        verdict.not_covered.append("the gathers once a step; their reductions are")
+    if layout.degrees["pp"] > 1:
+        verdict.not_covered.append("sends and receives between pipeline ranks")
+    try:
+        Check(small, verdict).run()
+    except Divergence as error:
+        verdict.differences.append(str(error))
+    verdict.seconds = time.perf_counter() - started
+    return verdict
+
+
+def words_of(modules: Sequence[str]) -> list[str]:
+    """Return the modules of a stage, with blocks counted."""
+    blocks = [fqn for fqn in modules if fqn.startswith("layers.")]
+    beside = [fqn for fqn in modules if fqn not in blocks]
+    return [f"{len(blocks)} blocks", *beside] if blocks else beside
+
+
+class Check:
+    """A check of the stages of a small recipe."""
+
+    def __init__(self, small: SmallRecipe, verdict: Verdict):
+        self.small = small
+        self.verdict = verdict
+        self.layout = small.layout
+        self.ranks = Ranks.of(self.layout.degrees, self.layout.expert_parallel)
+        degrees = {axis: self.layout.degrees[axis] for axis in AXES[1:]}
+        degrees["ep"] = self.layout.expert_parallel
+        self.places = [Place(degrees, self.ranks.by_axis(rank)) for rank in self.ranks]
+        self.styles = find_family(self.layout.model.family).styles
+        self.batch = Batch(self.layout, small.config.training.mask_documents)
+        self.alone = plain_model(small)
+        # tensors of a rank that several ranks share, by what they depend on
+        self.shared: dict[Any, Tensor] = {}
+
+    def run(self) -> None:
+        loss, gradients = self.reference()
+        self.verdict.parameters = len(gradients)
+        stages = [self.stage(index) for index in range(len(self.small.chain))]
+        self.verdict.traces = sum(len(stage.traced) for stage in stages)
+        for stage in stages:
+            for traced in stage.traced.values():
+                self.compare_with_specification(traced)
+        outputs: list[list[list[Any]]] = []  # of each stage's forward, by rank
+        for stage in stages:
+            hidden = [results[0] for results in outputs[-1]] if outputs else None
+            inputs = [self.inputs_of(stage.first.inputs, rank, hidden) for rank in self.ranks]
+            outputs.append(evaluate(stage.of["forward"], stage.index, inputs))
+        self.compare_loss([results[0] for results in outputs[-1]], loss)
+        totals = self.run_backward(stages, outputs)
+        self.compare_gradients(totals, gradients)
+
+    def stage(self, index: int) -> StageVariants:
+        """Return the graphs of a stage on all ranks."""
+        names = [
+            fqn
+            for fqn, _ in self.alone.named_parameters(remove_duplicate=False)
+            if any(fqn.startswith(module + ".") for module in self.small.chain[index].modules[0])
+        ]
+        shapes = {
+            rank: tuple(tuple(self.part(fqn, self.parameter(fqn), rank).shape) for fqn in names)
+            for rank in self.ranks
+        }
+
+        def trace(rank: int) -> TracedStage:
+            with fake_world(len(self.ranks), rank):
+                return trace_stage(self.small, index)
+
+        return StageVariants(self.ranks, trace, shapes.__getitem__)
+
+    def parameter(self, fqn: str) -> Tensor:
+        return self.alone.get_parameter(fqn).detach()
+
+    def part(self, fqn: str, tensor: Tensor, rank: int) -> Tensor:
+        return specification.part(fqn, tensor, self.places[rank], self.styles)
+
+    # Inputs
+
+    def inputs_of(
+        self, values: Sequence[Value], rank: int, hidden: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """Return the inputs of a rank's forward. hidden: what the stage before gave each rank."""
+        return [self.input_of(value, rank, hidden) for value in values]
+
+    def input_of(self, value: Value, rank: int, hidden: Sequence[Tensor] | None) -> Tensor:
+        place = self.places[rank]
+        if value.kind == "argument":
+            if value.name == "tokens" and hidden is not None:
+                return hidden[rank]
+            key = (value.name, *(place.coordinates[axis] for axis in AXES[1:-1]))
+            return self.once(key, lambda: self.batch.argument(value.name, place))
+        if value.kind == "buffer":
+            key = (value.name, place.coordinates["cp"])
+            return self.once(key, lambda: self.buffer(value.name, place))
+        if value.index == 1:  # the handle of a weight that is gathered once a step
+            return torch.empty(0, dtype=torch.float64)
+        if self.layout.gathers_once:
+            key = (value.name, *self.unsharded_part(value.name, place))
+            whole = self.parameter(value.name)
+            return self.once(
+                key, lambda: specification.unsharded(value.name, whole, place, self.styles)
+            )
+        return self.part(value.name, self.parameter(value.name), rank).contiguous()
+
+    def once(self, key: Any, make: Any) -> Tensor:  # noqa: ANN401
+        if key not in self.shared:
+            self.shared[key] = make().contiguous()
+        return self.shared[key]
+
+    def unsharded_part(self, fqn: str, place: Place) -> tuple[int, ...]:
+        """Return which part of a parameter a rank has once it is gathered."""
+        tensor = self.parameter(fqn)
+        if specification.of_experts(tensor):
+            index, _ = place.along("dp_shard", "cp", "tp")
+            return (index % place.degrees["ep"],)
+        is_split = specification.split_dim(fqn, self.styles) is not None
+        return (place.coordinates["tp"],) if is_split else ()
+
+    def buffer(self, name: str, place: Place) -> Tensor:
+        positions = specification.positions(self.layout.seq_len, place)
+        if name == "own_positions":
+            return torch.tensor(positions)
+        buffer = self.alone.get_buffer(name)
+        return buffer[positions] if name.startswith("rope") else buffer
+
+    def compare_with_specification(self, traced: TracedStage) -> None:
+        """Compare what the code of a run says of a rank with the specification."""
+        rank, place = traced.rank, self.places[traced.rank]
+        found: dict[str, tuple[Any, Any]] = {
+            "positions": (traced.positions, specification.positions(self.layout.seq_len, place)),
+            "data-parallel rank": (traced.data_rank, place.along("dp_replicate", "dp_shard")[0]),
+        }
+        for fqn, shape in traced.shards.items():
+            wanted = tuple(self.part(fqn, self.parameter(fqn), rank).shape)
+            found[f"the shard of {fqn}"] = (shape, wanted)
+        for what, (own, wanted) in found.items():
+            if own != wanted:
+                self.differ(f"rank {rank}: {what}: {shortened(own)}, not {shortened(wanted)}")
+        for name, buffer in traced.buffers.items():
+            if name.startswith("rope") or name == "own_positions":
+                right = self.buffer(name, place)
+                if not torch.allclose(buffer.double(), right.double(), rtol=0, atol=1e-6):
+                    self.differ(f"rank {rank}: the buffer {name} is not that of its positions")
+
+    # Evaluation
+
+    def run_backward(
+        self, stages: Sequence[StageVariants], outputs: list[list[list[Any]]]
+    ) -> list["Gradients"]:
+        """Return the gradients of each stage and each kind of its backward, the last stage first.
+
+        outputs: of each stage's forward, by rank; emptied.
+        """
+        loss = outputs[-1][0][0]
+        tangents: list[Any] = [torch.full_like(loss, GRADIENT)] * len(self.ranks)
+        found = []
+        for stage in reversed(stages):
+            values = stage.first.inputs
+            results = outputs.pop()
+            inputs = [[*own[1:], tangents[rank]] for rank, own in enumerate(results)]
+            for kind, of_inputs in self.backwards_of(stage, inputs):
+                found.append(Gradients(kind, self.by_parameter(stage, of_inputs)))
+            hidden = next(i for i, value in enumerate(values) if value.name == "tokens")
+            tangents = [own[hidden] for own in of_inputs]
+        return found
+
+    def backwards_of(
+        self, stage: StageVariants, inputs: list[list[Any]]
+    ) -> Iterator[tuple[str, list[list[Any]]]]:
+        """Yield each kind of backward, and the gradients of forward's inputs by rank."""
+        if "backward" in stage.of:
+            yield "backward", evaluate(stage.of["backward"], stage.index, inputs)
+        if "backward_input" in stage.of:
+            halves = self.run_halves(stage, inputs, len(stage.first.inputs))
+            yield "backward in halves", halves
+
+    def by_parameter(
+        self, stage: StageVariants, of_inputs: Sequence[Sequence[Any]]
+    ) -> dict[str, list[Any]]:
+        """Return the gradients of shards by FQN, and by rank."""
+        handle = int(self.layout.gathers_once)
+        gradients = {
+            value.name: [own[index] for own in of_inputs]
+            for index, value in enumerate(stage.first.inputs)
+            if value.kind == "weight" and value.index == handle
+        }
+        if self.layout.gathers_once:
+            fqns = stage.first.reduced
+            inputs = [[gradients[fqn][rank] for fqn in fqns] for rank in self.ranks]
+            rows = evaluate(stage.of["reduce"], stage.index, inputs)
+            gradients = {fqn: [own[i] for own in rows] for i, fqn in enumerate(fqns)}
+        return gradients
+
+    def run_halves(
+        self, stage: StageVariants, inputs: list[list[Any]], count: int
+    ) -> list[list[Any]]:
+        """Return the gradients of inputs by a backward in halves."""
+        first = evaluate(stage.of["backward_input"], stage.index, inputs)
+        kept = stage.first.kept
+        between = [
+            [*(inputs[rank][index] for index in kept), *first[rank][count:]] for rank in self.ranks
+        ]
+        second = evaluate(stage.of["backward_weight"], stage.index, between)
+        return [
+            list(map(added, of_first[:count], of_second))
+            for of_first, of_second in zip(first, second, strict=True)
+        ]
+
+    def reference(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of all sequences and its gradients, of the plain model in one process."""
+        parameters = dict(self.alone.named_parameters())
+        total = torch.zeros((), dtype=torch.float64)
+        sums: dict[str, Tensor] = {}
+        tokens, labels, starts = self.batch.flat()
+        for batch in range(0, len(tokens), 8):
+            chosen = slice(batch, batch + 8)
+            with InFloat64():
+                documents = None if starts is None else starts[chosen]
+                logits = self.alone(tokens[chosen], doc_starts=documents)
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), labels[chosen].flatten(), reduction="sum"
+                )
+                gradients = torch.autograd.grad(
+                    GRADIENT * loss, list(parameters.values()), allow_unused=True
+                )
+            total += loss.detach()
+            for fqn, gradient in zip(parameters, gradients, strict=True):
+                sums[fqn] = gradient if fqn not in sums else sums[fqn] + gradient
+        return total, sums
+
+    # Comparison
+
+    def compare_loss(self, losses: Sequence[Tensor], expected: Tensor) -> None:
+        total = torch.zeros((), dtype=torch.float64)
+        for rank, loss in enumerate(losses):
+            index, _ = self.places[rank].along("tp")  # the innermost axis
+            if not torch.allclose(loss, losses[rank - index], rtol=TOLERANCE):
+                self.differ(
+                    f"the loss of rank {rank} is not that of rank {rank - index}, beside tp"
+                )
+                break
+            if index == 0:
+                total += loss.sum()
+        error = float((total - expected).abs() / expected.abs())
+        self.verdict.error = max(self.verdict.error, error)
+        if not error <= TOLERANCE:
+            self.differ(f"the loss is {float(total):.9g}, and {float(expected):.9g} in one process")
+
+    def compare_gradients(
+        self, found: Sequence["Gradients"], expected: Mapping[str, Tensor]
+    ) -> None:
+        if self.layout.model.tied_embeddings and len(self.small.chain) > 1:
+            found = with_gradient_of_table(found)
+        for gradients in found:
+            for fqn, own in gradients.by_parameter.items():
+                wrong = list(self.wrong_ranks(fqn, own, expected[fqn]))
+                if wrong:
+                    _, error, factor = max(wrong, key=lambda each: each[1])
+                    self.differ(
+                        f"{gradients.kind}: the gradient of {fqn} is wrong on {len(wrong)} of"
+                        f" {len(self.ranks)} ranks, by {error:.2g}{factor}"
+                    )
+
+    def wrong_ranks(
+        self, fqn: str, gradients: Sequence[Tensor | None], expected: Tensor
+    ) -> Iterator[tuple[int, float, str]]:
+        """Yield (rank, relative error, factor in words) of wrong gradients."""
+        scale = float(expected.abs().max())
+        for rank, own in enumerate(gradients):
+            wanted = self.part(fqn, expected, rank)
+            if own is None or own.shape != wanted.shape:
+                yield rank, math.inf, " (it has another shape)"
+            elif wanted.numel():
+                error = float((own - wanted).abs().max()) / scale
+                self.verdict.error = max(self.verdict.error, error)
+                if not error <= TOLERANCE:
+                    yield rank, error, factor_of(own, wanted)
+
+    def differ(self, text: str) -> None:
+        self.verdict.differences.append(text)
+
+
+@dataclass
+class Gradients:
+    """The gradients of a stage by one kind of backward."""
+
+    kind: str
+    by_parameter: dict[str, list[Any]]  # of shards, by FQN and rank
+
+
+def with_gradient_of_table(found: Sequence[Gradients]) -> list[Gradients]:
+    """Return gradients with that of a tied table's copy in the last stage added to the table's."""
+    of_copy = found[0].by_parameter[COPY]
+    with_sum = []
+    for gradients in found:
+        own = {fqn: each for fqn, each in gradients.by_parameter.items() if fqn != COPY}
+        if TABLE in own:
+            own[TABLE] = list(map(added, own[TABLE], of_copy))
+        with_sum.append(Gradients(gradients.kind, own))
+    return with_sum
+
+
+def added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def factor_of(own: Tensor, wanted: Tensor) -> str:
+    """Return the factor between two tensors in words, "" if there is none."""
+    factor = float((own * wanted).sum() / (wanted * wanted).sum())
+    if not torch.allclose(own, factor * wanted, rtol=1e-6, atol=1e-9 * float(wanted.abs().max())):
+        return ""
+    inverse = round(1 / factor) if factor else 0
+    name = f"1/{inverse}" if inverse > 1 and abs(factor * inverse - 1) < 1e-6 else f"{factor:.6g}"
+    return f": it is {name} of what it should be"
+
+
+def shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:36] + "..."
+
+
+class Batch:
+    """The tokens of a step on all data-parallel ranks."""
+
+    def __init__(self, layout: Layout, with_documents: bool):
+        generator = torch.Generator().manual_seed(0)
+        shape = (layout.dp_degree, layout.microbatch_size, layout.seq_len + 1)
+        data = torch.randint(2, layout.model.vocab_size, shape, generator=generator)
+        if with_documents:
+            data[torch.rand(shape, generator=generator) < 0.15] = BOS
+        self.tokens = data[..., :-1].contiguous()
+        self.labels = data[..., 1:].clone()
+        # Uncounted ones, more on later ranks: a local count is not a share of the global one.
+        share = torch.arange(shape[0]).view(-1, 1, 1) / shape[0] * 0.6 + 0.1
+        self.labels[torch.rand(self.labels.shape, generator=generator) < share] = IGNORED
+        self.seq_len = layout.seq_len
+        self.starts = None
+        if with_documents:
+            flat = specification.document_starts(self.tokens.flatten(0, 1), BOS)
+            self.starts = flat.view(self.tokens.shape)
+
+    def argument(self, name: str, place: Place) -> Tensor:
+        """Return a rank's argument of the model, by name."""
+        whole = {"tokens": self.tokens, "labels": self.labels, "doc_starts": self.starts}[name]
+        assert whole is not None
+        positions = specification.positions(self.seq_len, place)
+        return specification.sequences(whole, place)[:, positions]
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return tokens, labels and documents' beginnings of all sequences."""
+        starts = None if self.starts is None else self.starts.flatten(0, 1)
+        return self.tokens.flatten(0, 1), self.labels.flatten(0, 1), starts
+
+
+def plain_model(small: SmallRecipe) -> Transformer:
+    """Return the model of one process in float64, with random weights."""
+    generator = torch.Generator().manual_seed(1)
+    model = Transformer(small.layout.model)
+    model.init_buffers()
+    model = model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            is_norm = parameter.dim() == 1
+            parameter.copy_(1 + value if is_norm else 0.3 * value)
+        for router in routers_of(model).values():
+            router.balance = small.config.experts.balance  # type: ignore[attr-defined]
+            for buffer, scale in ((router.expert_bias, 0.1), (router.expert_share, 1.0)):
+                drawn = torch.rand(buffer.shape, generator=generator, dtype=torch.float64)
+                buffer.copy_(scale * drawn)
+            router.balance_scale.fill_(random.Random(0).random())
+    return model

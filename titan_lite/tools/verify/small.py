@@ -1,0 +1,190 @@
+"""Make a recipe small, with its own degrees: what `verify` traces.
+
+    small = small_recipe(config, Layout.from_config(config, world_size))
+    small.config, small.layout, small.chain
+
+Sizes are as even and as uneven as the recipe's: rows that its shards divide are divided, and a
+vocabulary whose last shard is shorter has one here. A pipeline becomes a chain of its kinds of
+stages (such as first, middle, last) with two blocks each: blocks are equal, and so are stages with
+equal modules beside them.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_lite.config import KEYS_OF_MODULES, Config, Parallelism
+from titan_lite.config.families import ModelConfig
+from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
+from titan_lite.feature import features_of, low_precision
+
+BLOCKS = 2  # of a stage: each of the joints between blocks, and those with what is around them
+LARGEST_BLOCKS = 4  # for checkpointing that repeats after more blocks
+TOKENS = 8  # of a sequence on a rank, between blocks
+MANY_RANKS = 256  # of a stage; above, a rank has one sequence
+
+
+@dataclass(frozen=True)
+class SmallRecipe:
+    """A recipe that is small but for its degrees, without its pipeline ranks."""
+
+    config: Config
+    layout: Layout  # of the ranks of one pipeline stage
+    chain: Sequence[PipelineSchedule]  # one stage each, in the order of the model
+    backwards: Sequence[frozenset[str]]  # of each, as in `backwards_of`
+    without: Sequence[str]  # what of the recipe is not in it, in words
+
+
+def small_recipe(config: Config, real: Layout) -> SmallRecipe:
+    """Return the small version of a recipe with the layout `real`."""
+    chain, backwards = _chain_of(config, real)
+    n_layers = sum(len(_blocks(modules)) for modules in chain)
+    model = dataclasses.replace(_model(real), n_layers=n_layers)
+    batch = 1 if real.world_size // real.degrees["pp"] > MANY_RANKS else 2
+    config = _with_existing_blocks(config, n_layers).replace(
+        training=config.training.replace(
+            seq_len=model.max_seq_len,
+            mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
+            local_batch_size=batch,
+            global_batch_size=-1,
+            global_batch_ramp=(),
+            loss_chunk_tokens=_loss_chunk(real, model, batch),
+            attention_kernel="auto",
+        ),
+        parallelism=_parallelism(config, real),
+        compile=config.compile.replace(
+            enable=True,
+            backend="aot_eager",
+            components=("model",),
+        ),
+    )
+    config, without = _exact(config)
+    layout = Layout.from_config(config, real.world_size // real.degrees["pp"], model)
+    layout = dataclasses.replace(layout, gathers_once=real.gathers_once)
+    stages = [PipelineSchedule((tuple(modules),), (0,), 1) for modules in chain]
+    return SmallRecipe(config, layout, stages, backwards, without)
+
+
+def _exact(config: Config) -> tuple[Config, list[str]]:
+    """Return the recipe with what only approximates left out, and what that is."""
+    without = []
+    for feature in features_of(config):
+        config, why = feature.for_verify(config)
+        without += [why] if why else []
+    low = low_precision(config)
+    if low is not None:
+        without.append(f"{low.name}: blocks multiply in float64")
+        config = low.without
+    return config, without
+
+
+def _chain_of(config: Config, real: Layout) -> tuple[list[list[str]], list[frozenset[str]]]:
+    """Return the modules of each kind of stage, with blocks numbered through, and its kinds of
+    backward.
+    """
+    kinds: dict[tuple[str, ...], frozenset[str]] = {}
+    has_blocks: dict[tuple[str, ...], bool] = {}
+    backwards = backwards_of(config.parallelism, real.pipeline)
+    for modules, own in zip(real.pipeline.modules, backwards, strict=True):
+        beside = tuple(fqn for fqn in modules if not fqn.startswith("layers."))
+        kinds[beside] = kinds.get(beside, frozenset()) | own
+        has_blocks[beside] = has_blocks.get(beside, False) or len(_blocks(modules)) > 0
+    blocks = _blocks_of_stage(config)
+    chain = []
+    number = 0
+    for beside in kinds:
+        own_blocks = blocks if has_blocks[beside] else 0
+        layers = [f"layers.{number + index}" for index in range(own_blocks)]
+        number += own_blocks
+        embedding = [fqn for fqn in beside if fqn == "tok_embeddings"]
+        chain.append([*embedding, *layers, *(fqn for fqn in beside if fqn not in embedding)])
+    return chain, list(kinds.values())
+
+
+def _blocks_of_stage(config: Config) -> int:
+    option = config.activation_checkpoint.selective_ac_option
+    digits = re.search(r"\d+", option) if config.activation_checkpoint.mode == "selective" else None
+    return min(LARGEST_BLOCKS, max(BLOCKS, int(digits[0]) if digits else 0))
+
+
+def _blocks(modules: Sequence[str]) -> list[str]:
+    return [fqn for fqn in modules if fqn.startswith("layers.")]
+
+
+def _model(real: Layout) -> ModelConfig:
+    """Return small sizes that are divided by the degrees as the real ones are."""
+    shape = real.model
+    tp, cp, shards = real.degrees["tp"], real.degrees["cp"], real.fsdp_degree
+    kv_heads = tp if shape.n_kv_heads % tp == 0 else shape.n_kv_heads
+    heads = kv_heads * min(2, shape.n_heads // shape.n_kv_heads)
+    head_dim = 4
+    kv_rows = shape.n_kv_heads // tp * shape.head_dim
+    while kv_rows % shards == 0 and head_dim * (kv_heads // tp) % shards:
+        head_dim *= 2
+    dim = max(16, 2 * tp, shards if shape.dim % shards == 0 else shards + 4)
+    dim = math.ceil(dim / 4) * 4
+    if shape.dim % shards == 0:
+        dim = math.ceil(dim / shards) * shards
+    hidden_dim = tp * (2 * shards if shape.hidden_dim % (tp * shards) == 0 else shards + 3)
+    vocab_size = tp * shards * math.ceil(24 / shards)
+    if shape.vocab_size % (tp * shards):
+        vocab_size += tp * max(1, shards // 4) + (shape.vocab_size % tp > 0)
+    experts: dict[str, Any] = {}
+    if shape.n_experts:
+        ep = real.expert_parallel
+        per_rank = 2 if (shape.n_experts // ep) % (real.expert_ranks // ep) else 1
+        n_experts = max(4, per_rank * ep)
+        if (shape.n_experts // ep) % (real.expert_ranks // ep) == 0:
+            n_experts = max(4, real.expert_ranks)
+        experts = {"n_experts": n_experts, "experts_per_token": 2}
+        hidden_dim = 16
+    return dataclasses.replace(
+        shape,
+        dim=dim,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_dim=hidden_dim,
+        vocab_size=vocab_size,
+        max_seq_len=TOKENS * cp * tp,
+        **experts,
+    )
+
+
+def _loss_chunk(real: Layout, model: ModelConfig, batch: int) -> int:
+    """Return tokens for three chunks, of which the last one is smaller; -1: the recipe has none."""
+    tokens = model.max_seq_len // real.degrees["cp"] * batch
+    return max(1, tokens * 2 // 5) if real.loss_chunk else -1
+
+
+def _parallelism(config: Config, real: Layout) -> Parallelism:
+    """Return the recipe's parallelism without a pipeline."""
+    pipeline = {
+        name: field.default
+        for name, field in Parallelism.model_fields.items()
+        if name.startswith("pipeline_parallel_")
+    }
+    return config.parallelism.replace(
+        **pipeline,
+        data_parallel_shard_degree=real.degrees["dp_shard"],
+        fsdp_communication="step" if real.gathers_once else "microbatch",
+    )
+
+
+def _with_existing_blocks(config: Config, n_layers: int) -> Config:
+    """Return a recipe whose keys that name blocks name those that there are."""
+    for key in KEYS_OF_MODULES:
+        table, name = key.split(".")
+        section = getattr(config, table)
+        fqns = (
+            re.sub(r"(?<=^layers\.)\d+", lambda number: str(min(int(number[0]), n_layers - 1)), fqn)
+            for fqn in getattr(section, name)
+        )
+        renamed = tuple(dict.fromkeys(fqns))
+        config = config.replace(**{table: section.replace(**{name: renamed})})
+    return config

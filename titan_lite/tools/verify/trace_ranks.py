@@ -1,0 +1,162 @@
+"""Trace the graphs of a small recipe's stages as given ranks have them, after all passes.
+
+    with fake_world(small.layout.world_size, rank=3):
+        traced = trace_stage(small, index=0)
+    traced.graphs["backward"], traced.groups
+
+No process is started: the process group is fake, and what a graph computes with it has no meaning.
+A stage is built, cut and compiled by the code of a run (`parallelize`).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_lite.collectives import collectives
+from titan_lite.compile.model_parts import Value
+from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.settings import PassSettings
+from titan_lite.distributed.axes import ranks_in
+from titan_lite.distributed.buckets import Specs, reduce_buckets
+from titan_lite.distributed.mesh import build_mesh, data_rank
+from titan_lite.distributed.parallelize import ParallelModel, parallelize, passes_of
+from titan_lite.distributed.simple_fsdp import materialize
+from titan_lite.distributed.step_gather import StepGradients, StepReader
+from titan_lite.dtensor import local
+from titan_lite.graph import KINDS, group_of
+from titan_lite.tools.verify.small import SmallRecipe
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """Return a context in which this process is a rank of a fake process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """A stage as one rank has it."""
+
+    rank: int
+    graphs: Mapping[str, GraphModule]  # by their names as in Schedule.run
+    inputs: Sequence[Value]  # of forward
+    kept: Sequence[int]  # of backward_input's inputs, those that backward_weight has too
+    # of the graph "reduce", which a step has that gathers once: the parameters that it is of
+    reduced: Sequence[str]
+    groups: Mapping[str, tuple[int, ...]]  # ranks of each process group
+    # what the code of a run makes of a rank, which the specification states too
+    positions: Sequence[int]
+    data_rank: int
+    shards: Mapping[str, tuple[int, ...]]  # shapes, by FQN
+    buffers: Mapping[str, Tensor]
+
+
+class _Keep(Schedule):
+    """The passes of the recipe, which keep the graphs."""
+
+    def __init__(self, small: SmallRecipe):
+        settings = PassSettings(small.config.compile, must_change=False)
+        super().__init__(settings, passes_of(small.config))
+        self.graphs: dict[str, GraphModule] = {}
+
+    def run(self, module: GraphModule, name: str) -> None:
+        super().run(module, name)
+        self.graphs[name] = module
+
+
+def trace_stage(small: SmallRecipe, index: int) -> TracedStage:
+    """Return stage `index` of the chain as this rank of a fake world has it."""
+    schedule = _Keep(small)
+    layout = dataclasses.replace(small.layout, pipeline=small.chain[index])
+    mesh = build_mesh(layout.degrees, "cpu")
+    parallel = parallelize(
+        small.config, layout, mesh, schedule=schedule, backwards=[small.backwards[index]]
+    )
+    (stage,) = parallel.stages
+    with ExitStack() as gathered:
+        materialize(stage.model, torch.device("cpu"))
+        if layout.gathers_once:
+            gathered.enter_context(_gathered_once(parallel))
+        ids = torch.zeros(layout.microbatch_size, len(stage.model.positions), dtype=torch.long)
+        arguments = {"labels": ids} if stage.model.output is not None else {}
+        if small.config.training.mask_documents:
+            arguments["doc_starts"] = ids
+        hidden = torch.zeros(
+            layout.microbatch_size,
+            len(stage.model.positions) // layout.degrees["tp"],
+            layout.model.dim,
+            requires_grad=True,
+        )
+        stage(hidden if stage.model.tok_embeddings is None else ids, **arguments)
+        reduced = []
+        if layout.gathers_once:
+            schedule.graphs["reduce"], reduced = _reduction(stage.sharding.specs)
+    assert stage.compiled is not None
+    (compiled,) = stage.compiled.graphs.values()
+    groups = {
+        group_of(node): ranks_in(group_of(node))
+        for module in schedule.graphs.values()
+        for node in module.graph.nodes
+        if node.target in KINDS
+    }
+    stage.model.init_buffers()
+    return TracedStage(
+        rank=dist.get_rank(),
+        graphs=schedule.graphs,
+        inputs=compiled.inputs,
+        kept=compiled.halves.saved if compiled.halves else (),
+        reduced=reduced,
+        groups=groups,
+        positions=list(stage.model.positions),
+        data_rank=data_rank(mesh)[0],
+        shards={
+            spec.fqn: tuple(local(parameter).shape)
+            for parameter, spec in stage.sharding.specs.items()
+        },
+        buffers=dict(stage.model.named_buffers()),
+    )
+
+
+def _reduction(specs: Specs) -> tuple[GraphModule, list[str]]:
+    """Return the graph that reduces gradients once a step, and the parameters they are of."""
+    buckets = reduce_buckets(specs)
+
+    def reduce(gradients: Sequence[Tensor]) -> list[Tensor]:
+        left = list(gradients)
+        rows: list[Tensor] = []
+        for bucket in buckets:
+            own = [left.pop(0) for _ in bucket.specs]
+            rows += bucket.finish_reduce(bucket.start_reduce(own))
+        return rows
+
+    members = [spec for bucket in buckets for spec in bucket.specs]
+    gradients = [torch.empty(spec.rows, *spec.row_shape) for spec in members]
+    return make_fx(reduce)(gradients), [spec.fqn for spec in members]
+
+
+@contextmanager
+def _gathered_once(parallel: ParallelModel) -> Iterator[None]:
+    """Return a context in which the graphs are those of a step that gathers once."""
+    (stage,) = parallel.stages
+    sharding = stage.sharding
+    # `gathered_for_step` would end with gradients that have not come
+    reader = StepReader(
+        sharding.specs, StepGradients(sharding.specs, sharding.prefetch, 1), sharding.reads
+    )
+    sharding.reader = reader
+    yield
+    for weight in reader.weights.values():
+        collectives.wait_tensor(weight)
+    reader.close()

@@ -1,0 +1,220 @@
+"""Make the graphs of all ranks of a stage from those of a few.
+
+    variants = StageVariants(ranks, trace)      # trace: rank -> TracedStage
+    variants.of["forward"], variants.index      # what `evaluate` takes
+
+A few ranks are traced along each axis. Ranks whose graphs have the same operators, and whose
+shards have as many rows, are of one variant. Constants of a variant are fitted along each axis:
+those on a line, or steps. The fits are compared with the graphs of ranks drawn at random.
+"""
+
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from titan_lite.collectives import collectives
+from titan_lite.graph import KINDS, group_of
+from titan_lite.tools.verify.lockstep import Divergence, Ranks
+from titan_lite.tools.verify.trace_ranks import TracedStage
+
+DRAWN = 3  # ranks that fits are compared with
+Coordinates = tuple[int, ...]
+
+
+class FittedVariant:
+    """A graph of some ranks: that of one, with constants fitted to others."""
+
+    def __init__(
+        self,
+        name: str,
+        traced: TracedStage,
+        base: Coordinates,
+        ranks: Ranks,
+        along: Sequence[tuple[int, int, TracedStage]],
+    ):
+        """base: coordinates of the traced rank; along: (axis, coordinate, rank) of others."""
+        module = traced.graphs[name]
+        self.graph: Graph = module.graph
+        self.constants: dict[str, Tensor] = {
+            str(node.target): getattr(module, str(node.target))
+            for node in self.graph.nodes
+            if node.op == "get_attr"
+        }
+        self.base = base
+        self.ranks = ranks
+        self.groups = {
+            node: ranks.groups_like(traced.groups[group_of(node)])
+            for node in self.graph.nodes
+            if node.target in KINDS
+        }
+        # constants that differ: node -> leaf -> axis -> {coordinate: constant}
+        self.own: dict[Node, dict[int, dict[int, dict[int, float]]]] = {}
+        tables: dict[tuple[Node, int, int], dict[int, float]] = {}
+        for axis, coordinate, other in along:
+            pairs = zip(self.graph.nodes, other.graphs[name].graph.nodes, strict=True)
+            for node, of_other in pairs:
+                theirs = numbers_of(of_other)
+                for leaf, value in numbers_of(node).items():
+                    table = tables.setdefault((node, leaf, axis), {base[axis]: value})
+                    table[coordinate] = theirs[leaf]
+        for (node, leaf, axis), table in tables.items():
+            if len(set(table.values())) > 1:
+                self.own.setdefault(node, {}).setdefault(leaf, {})[axis] = table
+
+    def own_leaves(self, node: Node, rank: int) -> Mapping[int, int | float]:
+        if node not in self.own:
+            return {}
+        coordinates = self.ranks.coordinates(rank)
+        mine = numbers_of(node)
+        return {
+            leaf: mine[leaf]
+            + sum(
+                fitted(table, coordinates[axis]) - table[self.base[axis]]
+                for axis, table in tables.items()
+            )
+            for leaf, tables in self.own[node].items()
+        }
+
+
+def numbers_of(node: Node) -> dict[int, int | float]:
+    """Return the numbers among a node's arguments, by the index of a leaf."""
+    if node.op != "call_function":
+        return {}
+    leaves, _ = pytree.tree_flatten((node.args, node.kwargs))
+    return {
+        index: leaf
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, int | float) and not isinstance(leaf, bool) and leaf == leaf  # no NaN
+    }
+
+
+def fitted(table: Mapping[int, float], coordinate: int) -> float:
+    """Return the constant at a coordinate: on the line of all samples, or as the sample before."""
+    if coordinate in table:
+        return table[coordinate]
+    first, second = sorted(table)[:2]
+    slope = (table[second] - table[first]) / (second - first)
+    if all(value == table[first] + slope * (at - first) for at, value in table.items()):
+        value = table[first] + slope * (coordinate - first)
+        return int(value) if isinstance(table[first], int) else value
+    return table[max(at for at in table if at <= coordinate)]
+
+
+class StageVariants:
+    """The graphs of a stage on all ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        trace: Callable[[int], TracedStage],
+        kind_of: Callable[[int], Hashable],
+    ):
+        """kind_of: what graphs of a rank depend on beside its coordinates: shapes of shards."""
+        self.ranks = ranks
+        self.traced: dict[Coordinates, TracedStage] = {}
+        self._trace = trace
+        origin = (0,) * len(ranks.sizes)
+        self.samples = []
+        for axis, size in enumerate(ranks.sizes):
+            line = [kind_of(ranks.rank(moved(origin, axis, index))) for index in range(size)]
+            changes = {index for index in range(1, size) if line[index] != line[index - 1]}
+            ends = {0, 1, size - 1}
+            self.samples.append(sorted(index for index in ends | changes if index < size))
+        self.first = self.at(origin)
+        kinds = [
+            {index: operators_of(self.at(moved(origin, axis, index))) for index in samples}
+            for axis, samples in enumerate(self.samples)
+        ]
+        found: dict[Hashable, int] = {}
+        self.index: list[int] = []  # of each rank's variant
+        for rank in ranks:
+            along = tuple(
+                kinds[axis][max(sample for sample in kinds[axis] if sample <= index)]
+                for axis, index in enumerate(ranks.coordinates(rank))
+            )
+            self.index.append(found.setdefault((along, kind_of(rank)), len(found)))
+        self.of: dict[str, list[FittedVariant]] = {name: [] for name in self.first.graphs}
+        for number in range(len(found)):
+            self._add_variant(number)
+        self._check_fits()
+        for traced in self.traced.values():
+            check_waits(traced)
+
+    def at(self, coordinates: Coordinates) -> TracedStage:
+        if coordinates not in self.traced:
+            self.traced[coordinates] = self._trace(self.ranks.rank(coordinates))
+        return self.traced[coordinates]
+
+    def _add_variant(self, number: int) -> None:
+        base = self.ranks.coordinates(self.index.index(number))
+        along = []
+        for axis, size in enumerate(self.ranks.sizes):
+            near = {*self.samples[axis], base[axis] + 1} - {base[axis]}
+            for index in sorted(near):
+                other = moved(base, axis, index)
+                if index < size and self.index[self.ranks.rank(other)] == number:
+                    along.append((axis, index, self.at(other)))
+        for name, variants in self.of.items():
+            variants.append(FittedVariant(name, self.at(base), base, self.ranks, along))
+
+    def _check_fits(self) -> None:
+        """Compare the fitted graphs with those of ranks drawn at random. Raises Divergence."""
+        drawn = random.Random(0).sample(range(len(self.ranks)), min(DRAWN, len(self.ranks)))
+        for rank in drawn:
+            traced = self.at(self.ranks.coordinates(rank))
+            for name, variants in self.of.items():
+                variant = variants[self.index[rank]]
+                check_equal(f"rank {rank}: {name}", variant, traced, name)
+
+
+def moved(coordinates: Coordinates, axis: int, index: int) -> Coordinates:
+    return (*coordinates[:axis], index, *coordinates[axis + 1 :])
+
+
+def operators_of(traced: TracedStage) -> Hashable:
+    return tuple(
+        (name, tuple(str(node.target) for node in module.graph.nodes if node.op == "call_function"))
+        for name, module in traced.graphs.items()
+    )
+
+
+def check_equal(where: str, variant: FittedVariant, traced: TracedStage, name: str) -> None:
+    """Raise Divergence unless a rank's graph is what the variant says."""
+    graph = traced.graphs[name].graph
+    if len(graph.nodes) != len(variant.graph.nodes):
+        raise Divergence(f"{where} has {len(graph.nodes)} nodes, not {len(variant.graph.nodes)}")
+    for node, found in zip(variant.graph.nodes, graph.nodes, strict=True):
+        if node.target != found.target and node.op == "call_function":
+            raise Divergence(f"{where}:{found} is {found.target}, not {node.target}")
+        expected = {**numbers_of(node), **variant.own_leaves(node, traced.rank)}
+        if expected != numbers_of(found):
+            raise Divergence(
+                f"{where}:{found} ({found.target}) has {list(numbers_of(found).values())}, not"
+                f" {list(expected.values())}"
+            )
+        if node.target in KINDS:
+            group = list(traced.groups[group_of(found)])
+            if group not in variant.groups[node]:
+                raise Divergence(f"{where}:{found} is over ranks {group}")
+
+
+def check_waits(traced: TracedStage) -> None:
+    """Raise Divergence for a collective that is not waited for, or is read before.
+
+    Backward may have its result, since forward has waited for it.
+    """
+    for name, module in traced.graphs.items():
+        for node in module.graph.nodes:
+            if node.target not in KINDS:
+                continue
+            early = [user for user in node.users if not is_wait(user) and user.op != "output"]
+            if early or not any(map(is_wait, node.users)):
+                what = f"{early[0]} reads it" if early else "nothing waits for it"
+                raise Divergence(f"rank {traced.rank}: {name}:{node}: {what}")
+
+
+def is_wait(node: Node) -> bool:
+    return node.target is collectives.wait_tensor.default
