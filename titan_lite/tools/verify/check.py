@@ -10,6 +10,8 @@ collectives on all ranks, each of which is waited for. It is an evaluation at ra
 tokens in float64, not a proof.
 """
 
+import dataclasses
+import functools
 import math
 import random
 import time
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_lite.compile.model_parts import Value
 from titan_lite.config import Config
@@ -28,6 +31,8 @@ from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.models.experts import routers_of
 from titan_lite.models.transformer import Transformer
 from titan_lite.tools.verify import specification
+from titan_lite.tools.verify.actions import wrong_actions
+from titan_lite.tools.verify.bridge import differences, not_alike, real_sizes
 from titan_lite.tools.verify.lockstep import Divergence, InFloat64, Ranks, evaluate
 from titan_lite.tools.verify.small import SmallRecipe, small_recipe
 from titan_lite.tools.verify.specification import Place
@@ -38,6 +43,7 @@ TOLERANCE = 1e-8  # relative; float64 leaves 1e-10
 IGNORED = -100  # a label that is not counted
 GRADIENT = 0.37  # of each sequence's loss
 BOS = 1
+QUOTE = "'"  # at the end of the name of an axis that expert parallelism cuts
 TABLE, COPY = "tok_embeddings.weight", "output.weight"  # of tied embeddings in a pipeline
 
 
@@ -67,8 +73,11 @@ NOT_COVERED = (
 )
 
 
-def check_layout(config: Config, layout: Layout) -> Verdict:
-    """Return the verdict on a recipe with a layout."""
+def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True) -> Verdict:
+    """Return the verdict on a recipe with a layout.
+
+    with_real_sizes: compare the graphs at the recipe's own sizes, too (bridge.py).
+    """
     started = time.perf_counter()
     small = small_recipe(config, layout)
     degrees = {**layout.degrees, "ep": layout.expert_parallel}
@@ -81,7 +90,10 @@ def check_layout(config: Config, layout: Layout) -> Verdict:
         verdict.not_covered.append("the gathers once a step; their reductions are")
     if layout.degrees["pp"] > 1:
         verdict.not_covered.append("sends and receives between pipeline ranks")
+    verdict.differences += wrong_actions(config.parallelism, layout.pipeline)
     try:
+        if with_real_sizes:
+            compare_sizes(small, config, layout, verdict)
         Check(small, verdict).run()
     except Divergence as error:
         verdict.differences.append(str(error))
@@ -94,6 +106,19 @@ def words_of(modules: Sequence[str]) -> list[str]:
     blocks = [fqn for fqn in modules if fqn.startswith("layers.")]
     beside = [fqn for fqn in modules if fqn not in blocks]
     return [f"{len(blocks)} blocks", *beside] if blocks else beside
+
+
+def compare_sizes(small: SmallRecipe, config: Config, layout: Layout, verdict: Verdict) -> None:
+    """Compare the graphs of the first rank with those at the recipe's own sizes."""
+    real = real_sizes(small, config, layout)
+    small = dataclasses.replace(small, layout=dataclasses.replace(small.layout, gathers_once=False))
+    for index in range(len(small.chain)):
+        with fake_world(small.layout.world_size, 0):
+            of_small = trace_stage(small, index)
+        with fake_world(small.layout.world_size, 0):
+            of_real = trace_stage(real, index, FakeTensorMode(allow_non_fake_inputs=True))
+        verdict.differences += differences(of_small, of_real, config)
+        verdict.not_covered += not_alike(of_small, of_real)
 
 
 class Check:
@@ -114,21 +139,24 @@ class Check:
         self.shared: dict[Any, Tensor] = {}
 
     def run(self) -> None:
-        loss, gradients = self.reference()
-        self.verdict.parameters = len(gradients)
         stages = [self.stage(index) for index in range(len(self.small.chain))]
         self.verdict.traces = sum(len(stage.traced) for stage in stages)
         for stage in stages:
             for traced in stage.traced.values():
                 self.compare_with_specification(traced)
+        self.evaluate(stages)
+
+    def evaluate(self, stages: Sequence[StageVariants]) -> None:
+        """Evaluate the graphs of all stages, and compare with one process."""
+        loss, gradients = self.reference
+        self.verdict.parameters = len(gradients)
         outputs: list[list[list[Any]]] = []  # of each stage's forward, by rank
         for stage in stages:
             hidden = [results[0] for results in outputs[-1]] if outputs else None
             inputs = [self.inputs_of(stage.first.inputs, rank, hidden) for rank in self.ranks]
             outputs.append(evaluate(stage.of["forward"], stage.index, inputs))
         self.compare_loss([results[0] for results in outputs[-1]], loss)
-        totals = self.run_backward(stages, outputs)
-        self.compare_gradients(totals, gradients)
+        self.compare_gradients(self.run_backward(stages, outputs), gradients)
 
     def stage(self, index: int) -> StageVariants:
         """Return the graphs of a stage on all ranks."""
@@ -286,6 +314,7 @@ class Check:
             for of_first, of_second in zip(first, second, strict=True)
         ]
 
+    @functools.cached_property
     def reference(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of all sequences and its gradients, of the plain model in one process."""
         parameters = dict(self.alone.named_parameters())
@@ -339,7 +368,21 @@ class Check:
                     self.differ(
                         f"{gradients.kind}: the gradient of {fqn} is wrong on {len(wrong)} of"
                         f" {len(self.ranks)} ranks, by {error:.2g}{factor}"
+                        f"{self.unsummed(fqn, own, expected[fqn])}"
                     )
+
+    def unsummed(self, fqn: str, gradients: Sequence[Tensor | None], expected: Tensor) -> str:
+        """Return the axis over which wrong gradients are parts of a sum, in words; or ""."""
+        for axis, (name, size) in enumerate(zip(self.ranks.axes, self.ranks.sizes, strict=True)):
+            stride = self.ranks.stride(axis)
+            parts = [gradients[index * stride] for index in range(size)]
+            wanted = self.part(fqn, expected, 0)
+            if any(part is None or part.shape != wanted.shape for part in parts):
+                continue
+            total = torch.stack(parts).sum(0)  # type: ignore[arg-type]
+            if wanted.numel() and torch.allclose(total, wanted, rtol=TOLERANCE):
+                return f": it is not summed over {name.strip(QUOTE)}"
+        return ""
 
     def wrong_ranks(
         self, fqn: str, gradients: Sequence[Tensor | None], expected: Tensor

@@ -16,19 +16,29 @@ Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line
 """
 
 import argparse
+import math
 import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError, find_recipe, read_config
 from titan_lite.config.errors import shown
+from titan_lite.distributed.layout import DEGREES
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.tools.plan.command import find_hardware, lay_out, world_size_of
 from titan_lite.tools.verify.check import Verdict, check_layout
 from titan_lite.tools.verify.processes import verify
-from titan_lite.tools.verify.twin import Degrees, every_layout, layout_of, name_of, parse_layout
+from titan_lite.tools.verify.twin import (
+    DEGREE_OF_ANY,
+    Degrees,
+    every_layout,
+    layout_of,
+    name_of,
+    parse_layout,
+)
 
 
 @command(gone=1)  # 0 would say that all layouts agree
@@ -46,11 +56,19 @@ def main(arguments: Sequence[str]) -> int:
                 f"--{name} has no effect without --processes: graphs are those of the recipe's own"
                 " degrees; give these as --parallelism keys, or add --processes"
             )
-    world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
+    world_size = options.world_size or own_world_size(config, Path(options.recipe))
     memory = find_hardware(None, config).memory * 2**30  # whether weights are gathered once a step
     verdict = check_layout(config, lay_out(config, world_size, memory))
     print("\n".join(verdict_lines(config, verdict)), flush=True)
     return 0 if verdict.agrees else 1
+
+
+def own_world_size(config: Config, recipe: Path) -> int:
+    """Return the ranks that a recipe is for: of its comment, or those of its degrees."""
+    with suppress(ConfigError):
+        return world_size_of(find_recipe(recipe))
+    degrees = [getattr(config.parallelism, key) for key in DEGREES.values()]
+    return math.prod(DEGREE_OF_ANY if degree == -1 else degree for degree in degrees)
 
 
 def build_parser() -> Parser:
@@ -62,8 +80,8 @@ def build_parser() -> Parser:
         "--world-size",
         type=at_least_one,
         metavar="N",
-        help="ranks (default: N of the recipe's line `# world_size: N`; with --processes those of"
-        " the layout `recipe`, 4 for data_parallel_shard_degree = -1)",
+        help="ranks (default: N of the recipe's line `# world_size: N`, or those of its degrees,"
+        " with 4 for data_parallel_shard_degree = -1)",
     )
     parser.add_argument(
         "--processes", action="store_true", help="train a proxy on real processes instead"

@@ -12,7 +12,7 @@ equal modules beside them.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
 from titan_lite.feature import features_of, low_precision
+from titan_lite.sharding import chunk_size
 
 BLOCKS = 2  # of a stage: each of the joints between blocks, and those with what is around them
 LARGEST_BLOCKS = 4  # for checkpointing that repeats after more blocks
@@ -48,12 +49,10 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
     config = _with_existing_blocks(config, n_layers).replace(
         training=config.training.replace(
             seq_len=model.max_seq_len,
-            mixed_precision_param="float32",
-            mixed_precision_reduce="float32",
             local_batch_size=batch,
             global_batch_size=-1,
             global_batch_ramp=(),
-            loss_chunk_tokens=_loss_chunk(real, model, batch),
+            loss_chunk_tokens=loss_chunk(real, model.max_seq_len, batch),
             attention_kernel="auto",
         ),
         parallelism=_parallelism(config, real),
@@ -117,48 +116,69 @@ def _blocks(modules: Sequence[str]) -> list[str]:
 
 
 def _model(real: Layout) -> ModelConfig:
-    """Return small sizes that are divided by the degrees as the real ones are."""
+    """Return small sizes that the degrees divide as they divide the real ones."""
     shape = real.model
     tp, cp, shards = real.degrees["tp"], real.degrees["cp"], real.fsdp_degree
-    kv_heads = tp if shape.n_kv_heads % tp == 0 else shape.n_kv_heads
-    heads = kv_heads * min(2, shape.n_heads // shape.n_kv_heads)
-    head_dim = 4
-    kv_rows = shape.n_kv_heads // tp * shape.head_dim
-    while kv_rows % shards == 0 and head_dim * (kv_heads // tp) % shards:
-        head_dim *= 2
-    dim = max(16, 2 * tp, shards if shape.dim % shards == 0 else shards + 4)
-    dim = math.ceil(dim / 4) * 4
-    if shape.dim % shards == 0:
-        dim = math.ceil(dim / shards) * shards
-    hidden_dim = tp * (2 * shards if shape.hidden_dim % (tp * shards) == 0 else shards + 3)
-    vocab_size = tp * shards * math.ceil(24 / shards)
-    if shape.vocab_size % (tp * shards):
-        vocab_size += tp * max(1, shards // 4) + (shape.vocab_size % tp > 0)
-    experts: dict[str, Any] = {}
+    heads_of_rank = min(4, shape.n_kv_heads // tp)
+    kv_heads = tp * heads_of_rank
+    head_dim = first_alike(
+        range(4, 4 * shards + 8, 4),
+        lambda size: [size % shards == 0, size * heads_of_rank % shards == 0],
+        [shape.head_dim % shards == 0, shape.n_kv_heads // tp * shape.head_dim % shards == 0],
+    )
+    dim = _rows_alike(shape.dim, shards, least=16, step=8)
+    # logits are larger than hidden states, which decides what is saved for backward
+    entries = _rows_alike(chunk_size(shape.vocab_size, tp), shards, math.ceil(4 * dim / tp))
+    sizes: dict[str, Any] = {
+        "hidden_dim": tp * _rows_alike(chunk_size(shape.hidden_dim, tp), shards, least=8)
+    }
     if shape.n_experts:
-        ep = real.expert_parallel
-        per_rank = 2 if (shape.n_experts // ep) % (real.expert_ranks // ep) else 1
-        n_experts = max(4, per_rank * ep)
-        if (shape.n_experts // ep) % (real.expert_ranks // ep) == 0:
-            n_experts = max(4, real.expert_ranks)
-        experts = {"n_experts": n_experts, "experts_per_token": 2}
-        hidden_dim = 16
+        sizes = {"n_experts": _experts(real), "experts_per_token": 2, "hidden_dim": 16}
     return dataclasses.replace(
         shape,
         dim=dim,
-        n_heads=heads,
+        n_heads=kv_heads * min(2, shape.n_heads // shape.n_kv_heads),
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        hidden_dim=hidden_dim,
-        vocab_size=vocab_size,
+        vocab_size=tp * entries - (shape.vocab_size % tp > 0),
         max_seq_len=TOKENS * cp * tp,
-        **experts,
+        **sizes,
     )
 
 
-def _loss_chunk(real: Layout, model: ModelConfig, batch: int) -> int:
+def _rows_alike(real: int, shards: int, least: int, step: int = 1) -> int:
+    """Return a small number of rows that `shards` cut evenly if they do so with `real` rows.
+
+    Of uneven shards some are complete, one is shorter and some are empty, if there are enough.
+    """
+    if real % shards:
+        least = max(least, shards + shards // 4 + 1)
+    start = math.ceil(least / step) * step
+    sizes = range(start, start + step * shards + 1, step)
+    return first_alike(sizes, lambda size: size % shards == 0, real % shards == 0)
+
+
+def _experts(real: Layout) -> int:
+    """Return a small number of experts, for tables of routers and for shards of experts."""
+    ep, shards = real.expert_parallel, real.fsdp_degree
+
+    def divided(experts: int) -> list[bool]:
+        return [experts % shards == 0, experts // ep % (real.expert_ranks // ep) == 0]
+
+    least = math.ceil(4 / ep) * ep
+    sizes = range(least, least + ep * real.expert_ranks + 1, ep)
+    return first_alike(sizes, divided, divided(real.model.n_experts))
+
+
+def first_alike(sizes: Iterable[int], what: Callable[[int], object], wanted: object) -> int:
+    """Return the first size of which `what` is as wanted, or the first one."""
+    sizes = list(sizes)
+    return next((size for size in sizes if what(size) == wanted), sizes[0])
+
+
+def loss_chunk(real: Layout, seq_len: int, batch: int) -> int:
     """Return tokens for three chunks, of which the last one is smaller; -1: the recipe has none."""
-    tokens = model.max_seq_len // real.degrees["cp"] * batch
+    tokens = seq_len // real.degrees["cp"] * batch
     return max(1, tokens * 2 // 5) if real.loss_chunk else -1
 
 

@@ -10,7 +10,7 @@ A stage is built, cut and compiled by the code of a run (`parallelize`).
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,7 @@ class TracedStage:
     positions: Sequence[int]
     data_rank: int
     shards: Mapping[str, tuple[int, ...]]  # shapes, by FQN
+    is_even: Mapping[str, bool]  # all shards of a parameter have as many rows, by FQN
     buffers: Mapping[str, Tensor]
 
 
@@ -76,8 +77,13 @@ class _Keep(Schedule):
         self.graphs[name] = module
 
 
-def trace_stage(small: SmallRecipe, index: int) -> TracedStage:
-    """Return stage `index` of the chain as this rank of a fake world has it."""
+def trace_stage(
+    small: SmallRecipe, index: int, mode: AbstractContextManager[object] | None = None
+) -> TracedStage:
+    """Return stage `index` of the chain as this rank of a fake world has it.
+
+    mode: in which tensors are made and the stage runs, such as FakeTensorMode for real sizes.
+    """
     schedule = _Keep(small)
     layout = dataclasses.replace(small.layout, pipeline=small.chain[index])
     mesh = build_mesh(layout.degrees, "cpu")
@@ -85,10 +91,11 @@ def trace_stage(small: SmallRecipe, index: int) -> TracedStage:
         small.config, layout, mesh, schedule=schedule, backwards=[small.backwards[index]]
     )
     (stage,) = parallel.stages
-    with ExitStack() as gathered:
+    with ExitStack() as stack:
+        stack.enter_context(mode or nullcontext())
         materialize(stage.model, torch.device("cpu"))
         if layout.gathers_once:
-            gathered.enter_context(_gathered_once(parallel))
+            stack.enter_context(_gathered_once(parallel))
         ids = torch.zeros(layout.microbatch_size, len(stage.model.positions), dtype=torch.long)
         arguments = {"labels": ids} if stage.model.output is not None else {}
         if small.config.training.mask_documents:
@@ -97,10 +104,11 @@ def trace_stage(small: SmallRecipe, index: int) -> TracedStage:
             layout.microbatch_size,
             len(stage.model.positions) // layout.degrees["tp"],
             layout.model.dim,
+            dtype=getattr(torch, small.config.training.mixed_precision_param),
             requires_grad=True,
         )
         stage(hidden if stage.model.tok_embeddings is None else ids, **arguments)
-        reduced = []
+        reduced: list[str] = []
         if layout.gathers_once:
             schedule.graphs["reduce"], reduced = _reduction(stage.sharding.specs)
     assert stage.compiled is not None
@@ -111,7 +119,8 @@ def trace_stage(small: SmallRecipe, index: int) -> TracedStage:
         for node in module.graph.nodes
         if node.target in KINDS
     }
-    stage.model.init_buffers()
+    if mode is None:
+        stage.model.init_buffers()
     return TracedStage(
         rank=dist.get_rank(),
         graphs=schedule.graphs,
@@ -124,6 +133,9 @@ def trace_stage(small: SmallRecipe, index: int) -> TracedStage:
         shards={
             spec.fqn: tuple(local(parameter).shape)
             for parameter, spec in stage.sharding.specs.items()
+        },
+        is_even={
+            spec.fqn: spec.rows % spec.shard_degree == 0 for spec in stage.sharding.specs.values()
         },
         buffers=dict(stage.model.named_buffers()),
     )

@@ -1,0 +1,140 @@
+"""Faults in traced graphs: a collective left out, done twice, averaged or over another axis, and a
+constant of a rank. Each is a difference.
+"""
+
+import functools
+
+import pytest
+import torch
+from tiny import RECIPES
+
+from titan_lite.config import load_config
+from titan_lite.distributed.layout import Layout
+from titan_lite.graph import kind_of
+from titan_lite.tools.verify import lockstep
+from titan_lite.tools.verify.check import Check, Verdict
+from titan_lite.tools.verify.small import small_recipe
+from titan_lite.tools.verify.variants import FittedVariant
+
+RANKS = 4  # FSDP 2 x TP 2
+GRAPHS = ("forward", "backward")
+RIGHT = lockstep.communicate
+
+
+@functools.cache
+def traced():
+    """The check of a layout, and its stages."""
+    options = [
+        "--parallelism.data_parallel_shard_degree=2",
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.fsdp_communication=microbatch",
+    ]
+    config = load_config(RECIPES / "llama3_8b.toml", options)
+    check = Check(small_recipe(config, Layout.from_config(config, RANKS)), verdict())
+    return check, [check.stage(0)]
+
+
+def verdict():
+    return Verdict(RANKS, {}, [])
+
+
+def differences():
+    """What is found when the graphs are evaluated once more."""
+    check, stages = traced()
+    check.verdict = verdict()
+    try:
+        check.evaluate(stages)
+    except lockstep.Divergence as error:
+        return [str(error)]
+    return check.verdict.differences
+
+
+def left_out(node, values, groups):
+    """A gather repeats the rank's own part; a reduction keeps it."""
+    places = {rank: (place, len(group)) for group in groups for place, rank in enumerate(group)}
+    if kind_of(node) == "all_gather":
+        return [torch.cat([value] * places[rank][1]) for rank, value in enumerate(values)]
+    if kind_of(node) == "reduce_scatter":
+        return [value.chunk(places[rank][1])[places[rank][0]] for rank, value in enumerate(values)]
+    return values
+
+
+def averaged(node, values, groups):
+    return [value / len(groups[0]) for value in RIGHT(node, values, groups)]
+
+
+def in_another_order(node, values, groups):
+    return RIGHT(node, values, [[*group[1:], group[0]] for group in groups])
+
+
+def over_the_other_axis(node, values, groups):
+    return RIGHT(node, values, [[0, 1], [2, 3]] if groups[0] == [0, 2] else [[0, 2], [1, 3]])
+
+
+FAULTS = {
+    "all_gather": (left_out, in_another_order, over_the_other_axis),
+    "reduce_scatter": (left_out, averaged, in_another_order, over_the_other_axis),
+    "all_reduce": (left_out, averaged, over_the_other_axis),
+}
+
+
+def planted():
+    """(graph, collective, fault) of every collective that sums or gathers."""
+    _, (stage,) = traced()
+    return [
+        (name, node, fault)
+        for name in GRAPHS
+        for node in stage.of[name][0].groups
+        if "max" not in node.args
+        for fault in FAULTS[kind_of(node)]
+    ]
+
+
+def accepted(faults, monkeypatch):
+    """The faults with which the graphs still agree, in words."""
+    found = []
+    for name, node, fault in faults:
+
+        def wrong(other, values, groups, node=node, fault=fault):
+            return (fault if other is node else RIGHT)(other, values, groups)
+
+        monkeypatch.setattr(lockstep, "communicate", wrong)
+        if not differences():
+            found.append(f"{name}:{node} {fault.__name__}")
+    return found
+
+
+def test_the_right_graphs_agree():
+    assert differences() == []
+
+
+def test_faults_of_collectives_are_differences(monkeypatch):
+    faults = planted()
+    assert len(faults) >= 60
+    assert accepted(faults[:: len(faults) // 5], monkeypatch) == []
+
+
+@pytest.mark.release
+def test_all_faults_of_collectives_are_differences(monkeypatch):
+    assert accepted(planted(), monkeypatch) == []
+
+
+def test_a_constant_of_another_rank_is_a_difference(monkeypatch):
+    right = FittedVariant.own_leaves
+    _, (stage,) = traced()
+    constants = list(stage.of["forward"][0].own)
+    assert constants
+
+    def wrong(self, node, rank):
+        own = right(self, node, rank)
+        return {leaf: value + 1 for leaf, value in own.items()} if node is constants[0] else own
+
+    monkeypatch.setattr(FittedVariant, "own_leaves", wrong)
+    assert differences()
+
+
+def test_a_gradient_that_is_not_summed_names_its_parameter_and_its_axis(monkeypatch):
+    _, (stage,) = traced()
+    norms = [node for node in stage.of["backward"][0].groups if kind_of(node) == "all_reduce"]
+    accepted([("backward", norms[0], left_out)], monkeypatch)
+    assert any("norm.weight" in each and "not summed over tp" in each for each in differences())
