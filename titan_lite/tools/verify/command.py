@@ -10,7 +10,7 @@ after all passes, and are evaluated in float64 for all ranks, in this process. T
 gradient on every rank are compared with the plain model. What graphs do not have is listed.
 
 With --processes, a scaled-down proxy of the recipe is trained on up to eight CPU processes and in
-one: with optimizer, loader, float8 products, pipeline transfers and eager mode, at degrees of 2.
+one: with optimizer, loader, float8 matmuls, pipeline transfers and eager mode, at degrees of 2.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """

@@ -28,7 +28,7 @@ from titan_lite.collectives import collectives
 from titan_lite.distributed.layout import AXES
 from titan_lite.distributed.step_gather import take_gradient
 from titan_lite.graph import KINDS, kind_of
-from titan_lite.models.experts import GROUPED_PRODUCT, GROUPED_PRODUCT_OF_WEIGHTS
+from titan_lite.models.experts import GROUPED_GEMM, GROUPED_GEMM_OF_WEIGHTS
 
 aten = torch.ops.aten
 
@@ -143,8 +143,8 @@ def grouped_mm_of_weights(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 INSTEAD: dict[object, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
-    GROUPED_PRODUCT: grouped_mm,
-    GROUPED_PRODUCT_OF_WEIGHTS: grouped_mm_of_weights,
+    GROUPED_GEMM: grouped_mm,
+    GROUPED_GEMM_OF_WEIGHTS: grouped_mm_of_weights,
     # of weights that are gathered once a step: the gradient stands for that of the handle
     take_gradient._opoverload: lambda gradient, fqn: gradient,
 }

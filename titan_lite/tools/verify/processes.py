@@ -6,7 +6,7 @@ The *twin* of a recipe keeps what decides whether a layout is correct: kinds of 
 schedule, activation checkpointing, compiler passes, communication, tied weights, RoPE scaling. It
 shrinks the rest: the model to the debug flavor, degrees to 2 or a little more, the batch to a few
 short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
-trained in float32, with float8 products if the recipe has them, on the standard library's text. The
+trained in float32, with float8 matmuls if the recipe has them, on the standard library's text. The
 same model is trained with the same seed and data in one eager process without checkpointing. The
 comparison covers the losses of all steps and of validation, every gradient of the first step, the
 output of every module in its forward, and which experts each token has.

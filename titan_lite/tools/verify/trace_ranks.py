@@ -135,7 +135,7 @@ def trace_stage(
             for parameter, spec in stage.sharding.specs.items()
         },
         is_even={
-            spec.fqn: spec.rows % spec.shard_degree == 0 for spec in stage.sharding.specs.values()
+            spec.fqn: spec.rows % spec.axis.degree == 0 for spec in stage.sharding.specs.values()
         },
         buffers=dict(stage.model.named_buffers()),
     )
