@@ -24,6 +24,7 @@ from torch import nn
 from tqdm import tqdm
 
 from titan_lite.config import Config, Profiling
+from titan_lite.config.phases import describe_phase
 from titan_lite.data.preflight import check_first_batch, check_first_loss
 from titan_lite.distributed.parallelize import ParallelModel, gather_reports
 from titan_lite.feature import features_of
@@ -113,6 +114,8 @@ class LogRun(Hook):
             f"steps: {trainer.step} done of {steps}; output in {trainer.dump_folder}",
             extra={"event": "start", "facts": facts} if begins else {},
         )
+        if len(trainer.config.phases) > 1:
+            logger.info(describe_phase(trainer.config), extra={"event": "phase"})
         if trainer.is_finished:
             logger.info(
                 f"nothing to do: step {trainer.step} is done, and training.steps = {steps}; raise"
@@ -124,6 +127,10 @@ class LogRun(Hook):
             return
         if not trainer.is_stopped:
             draw_loss(trainer.dump_folder)
+        if trainer.needs_resume and not trainer.is_stopped:
+            phase = trainer.config.phase.number
+            logger.info(f"phase {phase} is done", extra={"event": "phase done"})
+            return
         saves = trainer.config.checkpoint.enable
         end = RunEnd(
             stopped=trainer.is_stopped,

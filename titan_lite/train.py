@@ -8,6 +8,7 @@ again, so a run that is stopped by a signal exits with 0 under torchrun. ./run_t
 the codes themselves.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite import recipe, rules
+from titan_lite.checkpoint.steps import SavedSteps
 from titan_lite.config import Config, ConfigError, read_config
 from titan_lite.config.errors import MachineError
+from titan_lite.config.phases import phase_at
 from titan_lite.distributed.endpoint import EndpointError
 from titan_lite.environment import (
     check_environment,
@@ -74,14 +77,47 @@ def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) 
     with large_imports():
         from titan_lite.trainer import Trainer
 
-    try:
-        with events.failures():
-            trained = Trainer(config, hooks=hooks, start_times=start_times).train()
-    except (TrainingError, EndpointError) as error:
-        return print_error(error, exit_code.FAILED)
-    # Not after a failure, since this would wait for the other ranks.
-    close_process_group()
-    return exit_code.TRAINED if trained else exit_code.STOPPED
+    phase = phase_to_resume(config)
+    store = None
+    while True:
+        try:
+            with events.failures():
+                trainer = Trainer(phase, hooks=hooks, start_times=start_times, store=store)
+                trained = trainer.train()
+        except (TrainingError, EndpointError) as error:
+            return print_error(error, exit_code.FAILED)
+        # Not after a failure, since this would wait for the other ranks.
+        close_process_group()
+        if not trained or phase.phase.end == config.training.steps:
+            return exit_code.TRAINED if trained else exit_code.STOPPED
+        trainer.checkpointer.close()
+        store = trainer.store
+        signals.end_start()  # which would keep the trainer, and its memory
+        del trainer
+        free_memory()
+        start_times = StartTimes()
+        phase = phase_at(config, phase.phase.end)
+        newest = phase.checkpoint.replace(load_step=-1)  # the one that this process has saved
+        phase = phase.replace(checkpoint=newest)
+
+
+def phase_to_resume(config: Config) -> Config:
+    """Return the recipe of the phase in which the checkpoint lies that a start resumes from. Raises
+    ConfigError.
+    """
+    if len(config.phases) == 1:
+        return config
+    saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))
+    return phase_at(config, saved.step_to_load() or 0)
+
+
+def free_memory() -> None:
+    """Free what the last phase has had on the device."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def print_error(error: Exception, code: int) -> int:

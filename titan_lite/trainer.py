@@ -45,6 +45,7 @@ from titan_lite.compile.errors import CompileError
 from titan_lite.config import Config, ConfigError, Data, flatten, save_recipe
 from titan_lite.config.errors import MachineError
 from titan_lite.config.families import ModelConfig
+from titan_lite.config.phases import phase_at
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.measure import find_machine, peak_flops
 from titan_lite.data.bad_documents import BadDocumentsLog
@@ -119,10 +120,11 @@ class Trainer:
     """One rank of a run.
 
     model: replaces the recipe's model shape. hooks: observers, called after those of every run.
-    start_times: those of this process so far.
+    start_times: those of this process so far. store: that of the phase before, in this process.
     """
 
     config: Config
+    store: dist.Store  # of all ranks
     layout: Layout  # all sizes that follow from the recipe and the number of ranks
     hooks: list[Hook]
     dump_folder: Path
@@ -176,6 +178,7 @@ class Trainer:
         model: ModelConfig | None = None,
         hooks: Sequence[Hook] = (),
         start_times: StartTimes | None = None,
+        store: dist.Store | None = None,
     ):
         self.start_times = start_times or StartTimes()
         self.start_times.begin("checks")
@@ -201,7 +204,7 @@ class Trainer:
             own_suffix=f"-copy-{group}" if group else "",
         )
         with share_errors(*EXPLAINED):
-            self.connect_ranks()
+            self.connect_ranks(store)
             self.build_model()
             self.build_data()
             self.build_resilience()
@@ -210,8 +213,8 @@ class Trainer:
 
     # Construction
 
-    def connect_ranks(self) -> None:
-        """Set up the device, the process group and the mesh."""
+    def connect_ranks(self, store: dist.Store | None) -> None:
+        """Set up the device, the process group and the mesh. store: as in Trainer."""
         config, degrees = self.config, self.layout.degrees
         self.start_times.begin("agreement of ranks")
         progress.start_phase("start", "init_timeout_seconds")
@@ -219,7 +222,9 @@ class Trainer:
             hook.on_start()
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
         use_kernel(config.training.attention_kernel)
-        store = connect_store(config.comm.init_timeout_seconds + progress.PATIENCE)
+        limit = config.comm.init_timeout_seconds + progress.PATIENCE
+        self.store = store or connect_store(limit)
+        store = dist.PrefixStore(f"phase-{config.phase.number}", self.store)
         self.share_listings(store)
         # Before anything that differs with the recipe, and would wait for the other ranks
         identity = run_identity(config, self.layout, self.tokenizer, self.documents)
@@ -382,14 +387,14 @@ class Trainer:
     # Training
 
     def train(self) -> bool:
-        """Train until training.steps (returns True) or until a signal asks to stop (False).
+        """Train until the phase ends (returns True) or until a signal asks to stop (False).
 
         Raises TrainingError.
         """
         with ExitStack() as contexts:
             contexts.enter_context(share_errors(*EXPLAINED))
             contexts.enter_context(self.bad_documents.listing_on_error(self.loaders))
-            steps = range(self.step + 1, self.config.training.steps + 1)
+            steps = range(self.step + 1, self.config.phase.end + 1)
             for hook in self.hooks:
                 contexts.enter_context(hook.around_training(steps))
             return self.run_steps()
@@ -771,7 +776,15 @@ class Trainer:
         self.model.parameters_have_changed()
 
     def load(self, step: int) -> None:
-        """Load a checkpoint, but for what the changed recipe restarts."""
+        """Load a checkpoint, but for what the changed recipe restarts.
+
+        Raises ConfigError if newer ones, of this phase, are damaged.
+        """
+        if phase_at(self.config, step).phase != self.config.phase:
+            raise ConfigError(
+                f"{self.checkpointer.folder}: the newest checkpoint without damage, step-{step}, is"
+                " of an earlier phase of the run; move newer ones away, and start again"
+            )
         saved = self.checkpointer.read_state(step)
         changes = compare(saved, self.identity, self.documents)
         changes.refuse_unless_accepted(self.config.checkpoint)
@@ -799,8 +812,8 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """True if there is no further step."""
-        return self.step >= self.config.training.steps
+        """True if there is no further step in this phase of the run."""
+        return self.step >= self.config.phase.end
 
     @property
     def is_stopped(self) -> bool:
@@ -810,7 +823,7 @@ class Trainer:
     @property
     def needs_resume(self) -> bool:
         """True if a run that stops now has to be resumed."""
-        return not self.is_finished or self.progress.validation_due
+        return self.step < self.config.training.steps or self.progress.validation_due
 
     def is_due(self, interval: int) -> bool:
         """Return True if what happens every `interval` steps, and at the last, happens now."""

@@ -76,6 +76,7 @@ TRAINED = {
         "test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs"
     ),
     "my_models/gated.py": "test_the_family_of_the_pages_trains_and_its_steps_speak",
+    "[[phases]]": "test_one_command_is_to_the_bit_the_phases_by_hand",
     'name = "Lion"': "test_a_run_with_lion_resumes_to_the_bit",
 }
 

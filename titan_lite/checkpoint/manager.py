@@ -399,6 +399,12 @@ class Checkpointer(SavedSteps):
         if not running:
             self.wait()
 
+    def close(self) -> None:
+        """Unlock the folder for the next phase of the run, in this process. No save is running."""
+        self._background.shutdown()
+        for lock in (self.folder_lock, self.run_lock, self.save_lock):
+            lock.release()
+
     def wait(self) -> None:
         """Wait until no save is running. Raises like `save`."""
         save = self.background_save

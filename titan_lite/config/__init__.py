@@ -31,6 +31,7 @@ from titan_lite.config.sections import (
     Profiling,
     Training,
     Validation,
+    changes_of,
     flatten,
     is_unset,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "Validation",
     "base_of",
     "batch_ramp",
+    "changes_of",
     "find_recipe",
     "flatten",
     "gradient_accumulation_steps",

@@ -13,7 +13,14 @@ from typing import Annotated, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from titan_lite.config.errors import error_because_of, in_toml
-from titan_lite.config.sections import SECTIONS, Config, choices_of, kind_of, table_of
+from titan_lite.config.sections import (
+    SECTIONS,
+    Config,
+    changes_of,
+    choices_of,
+    kind_of,
+    table_of,
+)
 
 WIDTH = 100  # columns of the help
 WIDTH_OF_OPTIONS = 130  # of the line with an option's name, default and values
@@ -92,6 +99,7 @@ def _wrapped(text: str, width: int, first_indent: str = " " * 6) -> list[str]:
 def to_toml(config: Config, *, origins: bool = False) -> str:
     """Return all keys as TOML that loads to the same values, but for secrets in URLs.
 
+    config: of the run's first phase, which is followed by what others change.
     origins: each line has a comment on where its value is from.
     """
     lines = []
@@ -104,12 +112,19 @@ def to_toml(config: Config, *, origins: bool = False) -> str:
                 line += "  # " + "".join(c if c.isprintable() else "?" for c in origin)
             lines.append(line)
         lines.append("")
+    for number in range(1, len(config.phases)):
+        phase = config.phases[number].phase
+        lines += ["[[phases]]", f"begin = {phase.begin}"]
+        for key, value in changes_of(config.phases, number).items():
+            lines.append(f"{key} = {in_toml(value)}")
+        lines.append("")
     return "\n".join(lines)
 
 
 def save_recipe(config: Config, folder: Path) -> None:
     """Write the resolved recipe to folder/config.toml. Raises ConfigError."""
-    saved = config.replace(job=config.job.replace(dump_folder=str(folder.resolve())))
+    first = config.phases[0] if len(config.phases) > 1 else config
+    saved = first.replace(job=config.job.replace(dump_folder=str(folder.resolve())))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(saved), encoding="utf-8")

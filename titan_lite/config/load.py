@@ -9,6 +9,7 @@ the TOML, and pydantic checks all of it once. Every mistake is one line of a Con
 place, the key, the value and what is accepted. Imports no torch.
 """
 
+import copy
 import functools
 import operator
 import os
@@ -28,6 +29,8 @@ from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
 from titan_lite.config.from_weights import read_model
 from titan_lite.config.help import accepted
 from titan_lite.config.nearest import nearest_key, nearest_section
+from titan_lite.config.phases import KEY as PHASES
+from titan_lite.config.phases import tables_of_phases, with_phases
 from titan_lite.config.section import Relative, Section
 from titan_lite.config.sections import KEYS, SECTIONS, Config, choices_of, kind_of, table_of
 from titan_lite.config.weights_folder import steps_in, tokenizer_in
@@ -78,6 +81,42 @@ def read_config(
     path = find_recipe(Path(os.path.expanduser(recipe)))
     tables, origins = read_recipe(path)
     typed, mistakes = parse_command_line(overrides)
+    phases = tables.pop(PHASES, ())
+    first, wrong = _checked(path, copy.deepcopy(tables), dict(origins), typed, mistakes)
+    if wrong or not phases:
+        return first, wrong
+    later: list[Config] = []
+    for number, phase in enumerate(phases, 1):
+        changes = {name: table for name, table in phase.items() if name != "begin"}
+        place = f"{origins[PHASES]}: phases[{number}]"
+        if twice := [key for key in _keys_in(changes) if key in _keys_in(typed)]:
+            return first, (
+                f"{COMMAND_LINE}: --{twice[0]} would undo what {place} changes; leave it out, or"
+                " change the recipe",
+            )
+        _merge(tables, origins, changes, place)
+        config, wrong = _checked(path, copy.deepcopy(tables), dict(origins), typed, ())
+        if wrong:
+            return first, wrong
+        later.append(config)
+    try:
+        return with_phases(first, later, [phase["begin"] for phase in phases]), ()
+    except ConfigError as error:
+        return first, tuple(f"{origins[PHASES]}: {message}" for message in error.args)
+
+
+def _keys_in(tables: Tables) -> list[str]:
+    return [f"{section}.{name}" for section, table in tables.items() for name in table]
+
+
+def _checked(
+    path: Path, tables: Tables, origins: Origins, typed: Tables, mistakes: Iterable[Wrong]
+) -> tuple[Config, tuple[str, ...]]:
+    """Return what is known of a recipe without phases, and messages, as `read_config`.
+
+    typed: the keys of the command line. mistakes: in other words of it.
+    """
+    mistakes = list(mistakes)
     _merge(tables, origins, typed, COMMAND_LINE)
     mistakes += _fill_from_weights(tables, origins, path.stem)
     try:
@@ -184,7 +223,11 @@ def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origin
     origins: Origins = {}
     if base is not None:
         tables, origins = read_recipe(_extended(path, base), (*chain, resolved))
+    phases = tables_of_phases(own.pop(PHASES, []), str(path))
     _merge(tables, origins, _absolute(own, Config, path.parent), str(path))
+    if phases:
+        tables[PHASES] = [_absolute(phase, Config, path.parent) for phase in phases]
+        origins[PHASES] = str(path)
     return tables, origins
 
 

@@ -12,10 +12,10 @@ torch.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 from pydantic import AfterValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
@@ -760,6 +760,14 @@ class Debug(Section):
     """Use deterministic kernels, and fail where there is none."""
 
 
+class Phase(NamedTuple):
+    """A part of a run, with a recipe of its own (config/phases.py)."""
+
+    number: int  # the first is 1
+    begin: int  # steps of the run before it
+    end: int  # its last step
+
+
 @with_added_tables
 class Config(Section):
     """A recipe with all its sections."""
@@ -782,6 +790,37 @@ class Config(Section):
     debug: Debug = Debug()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)  # of the keys that were set
+    _phase: Phase | None = PrivateAttr(None)  # None: the run has only one
+    _phases: tuple["Config", ...] = PrivateAttr(())  # all of the run
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the run that this is the recipe of."""
+        return self._phase or Phase(1, 0, self.training.steps)
+
+    @property
+    def phases(self) -> "tuple[Config, ...]":
+        """The recipes of all phases of the run; of a run without, this one."""
+        return tuple(each.with_all_phases(self._phases) for each in self._phases) or (self,)
+
+    def alone(self) -> "Config":
+        """Return the recipe of a phase as one of a run without phases."""
+        copy = self.model_copy()
+        copy._phase = None
+        copy._phases = ()
+        return copy
+
+    def in_phase(self, phase: Phase) -> "Config":
+        """Return the recipe as that of a phase."""
+        copy = self.model_copy()
+        copy._phase = phase
+        return copy
+
+    def with_all_phases(self, phases: "Sequence[Config]") -> "Config":
+        """Return the recipe of a phase, which knows those of all phases of the run."""
+        copy = self.model_copy()
+        copy._phases = tuple(phases)
+        return copy
 
     @property
     def validation_data(self) -> Data:
@@ -834,6 +873,15 @@ KEYS_OF_MODULES = tuple(
 def flatten(config: Config) -> dict[str, Any]:
     """Return {"training.steps": 1000, ...} for all keys."""
     return {f"{name}.{key}": value for name, section in config for key, value in section}
+
+
+def changes_of(phases: Sequence[Config], index: int) -> dict[str, Any]:
+    """Return the keys that a phase of a run changes, and their values; {} for the first one."""
+    if index == 0:
+        return {}
+    before = flatten(phases[index - 1].without_secrets())
+    now = flatten(phases[index].without_secrets())
+    return {key: value for key, value in now.items() if value != before[key]}
 
 
 def is_unset(key: str, value: object) -> bool:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ENDINGS = {"done", "stop", "failed", "error", "killed"}  # events that end an attempt
+# events that end an attempt, or a phase, after which another start follows
+ENDINGS = {"done", "phase done", "stop", "failed", "error", "killed"}
 FILE_OF_EXPERTS = "experts.json"  # the shares of experts (features/moe/load.py)
 
 

@@ -20,7 +20,7 @@ torch only for the keys that need it. A field's own type and bounds are in confi
 Degrees, batches and stages that do not divide have no layout: Layout.from_config refuses them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from titan_lite.config import Config, ConfigError
@@ -39,6 +39,7 @@ from titan_lite.rules import (  # noqa: F401  # importing a section adds its rul
     model,
     optimizer,
     parallelism,
+    phases,
     tokenizer,
     training,
     validation,
@@ -67,7 +68,21 @@ def check_keys(config: Config, wrong: Sequence[str] = ()) -> None:
 
     wrong: messages of `read_config`, which are of the error, too.
     """
-    raise_mistakes(config, mistakes_in_keys(config), wrong)
+    of_phases(config, lambda phase: raise_mistakes(phase, mistakes_in_keys(phase)), wrong)
+
+
+def of_phases(config: Config, check: Callable[[Config], None], wrong: Sequence[str] = ()) -> None:
+    """Check the recipe of each phase of a run. Raises one ConfigError with what they raise, after
+    the messages in `wrong`.
+    """
+    messages = list(wrong)
+    for phase in config.phases:
+        try:
+            check(phase)
+        except ConfigError as error:
+            messages += map(str, error.args)
+    if messages:
+        raise ConfigError(*dict.fromkeys(messages))
 
 
 def check(config: Config, layout: Layout) -> None:
@@ -79,8 +94,7 @@ def check_recipe(config: Config, world_size: int, wrong: Sequence[str] = ()) -> 
     """Apply the rules of keys and layout for a number of ranks, and if there is a mistake those of
     inputs, too. Raises one ConfigError with all mistakes, after those in `wrong`.
     """
-    _, mistakes = _lay_out(config, world_size)
-    if mistakes or wrong:
+    if wrong or any(_lay_out(phase, world_size)[1] for phase in config.phases):
         check_all(config, world_size, wrong)
 
 
@@ -90,13 +104,17 @@ def check_all(config: Config, world_size: int | None, wrong: Sequence[str] = ())
 
     world_size: None if it is not known; the rules of layouts are then left out.
     """
+    of_phases(config, lambda phase: _check_phase(phase, world_size), wrong)
+
+
+def _check_phase(config: Config, world_size: int | None) -> None:
     layout, mistakes = _lay_out(config, world_size)
     try:
         _, of_inputs = read_inputs(config, layout)
     except MachineError:
-        raise_mistakes(config, mistakes, wrong)
+        raise_mistakes(config, mistakes)
         raise
-    raise_mistakes(config, [*mistakes, *of_inputs], wrong)
+    raise_mistakes(config, [*mistakes, *of_inputs])
 
 
 def mistakes_in_keys(config: Config) -> list[Mistake]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_lite.config import Config
+from titan_lite.config.phases import phase_at
 from titan_lite.rules.job import dump_folder_cannot_be_written
 from titan_lite.rules.mistakes import (
     Inputs,
@@ -64,6 +65,8 @@ def the_run_can_go_on_from_its_step(config: Config, inputs: Inputs) -> Iterator[
     step = saved.step_to_load()
     if step is None or inputs.layout is None or inputs.tokenizer is None:
         return
+    if phase_at(config, step).phase != config.phase:
+        return  # another phase resumes from it
     documents = documents_of_run(inputs.listings)
     identity = run_identity(config, inputs.layout, inputs.tokenizer, documents)
     changes = compare(saved.read_state(step), identity, documents)

@@ -1,0 +1,141 @@
+"""Phases of a run: where each begins, and what its recipe changes there.
+
+    [[phases]]
+    begin = 8000                       # steps before it, or "2B tokens"
+    training.seq_len = 32768
+
+    config = load_config("recipe.toml")
+    [phase.begin for phase in phases_of(config)]      # [0, 8000]
+    phase_at(config, 8000)                             # the recipe of steps 8001 on
+
+A phase is a recipe of its own, with what the ones before it have changed, that resumes from the
+checkpoint at its first step's beginning. Nothing else in a run knows of others.
+"""
+
+import bisect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titan_lite.config.batch_sizes import batch_ramp
+from titan_lite.config.errors import ConfigError, in_toml, shown
+from titan_lite.config.sections import Config, Phase, changes_of
+
+KEY = "phases"
+POWERS = {"M": 10**6, "B": 10**9, "T": 10**12}  # of tokens
+
+
+def phases_of(config: Config) -> list[Phase]:
+    """Return the phases of a recipe; one for a recipe without."""
+    return [each.phase for each in config.phases]
+
+
+def phase_at(config: Config, step: int) -> Config:
+    """Return the recipe that trains the step after this one, or the last one that there is."""
+    begins = [phase.begin for phase in phases_of(config)]
+    return config.phases[bisect.bisect_right(begins, step) - 1]
+
+
+def describe_phase(config: Config) -> str:
+    """Return "phase 2 of 3, steps 8,001 to 9,000: training.seq_len = 32768"."""
+    phase = config.phase
+    changes = ", ".join(
+        f"{key} = {in_toml(value)}"
+        for key, value in changes_of(config.phases, phase.number - 1).items()
+    )
+    return (
+        f"phase {phase.number} of {len(config.phases)}, steps {phase.begin + 1:,} to"
+        f" {phase.end:,}: {changes or 'as in the recipe'}"
+    )
+
+
+def tables_of_phases(phases: object, place: str) -> Sequence[Mapping[str, object]]:
+    """Return the tables of `phases` in a recipe. Raises ConfigError. place: the recipe's path."""
+    tables: list[Any] = phases if isinstance(phases, list) else [phases]
+    for number, phase in enumerate(tables, 1):
+        where = f"{place}: phases[{number}]"
+        if not isinstance(phase, dict):
+            raise ConfigError(
+                f"{where} = {shown(phase)}: expected a table [[phases]] for each phase after the"
+                " first"
+            )
+        if "begin" not in phase:
+            raise ConfigError(f"{where} has no begin; use one such as begin = 8000")
+        for name, value in phase.items():
+            if name != "begin" and not isinstance(value, dict):
+                raise ConfigError(
+                    f"{where}.{name} = {shown(value)}: expected a key with its section, such as"
+                    " training.seq_len = 8192"
+                )
+    return tables
+
+
+def with_phases(first: Config, later: Sequence[Config], begins: Sequence[object]) -> Config:
+    """Return the recipe of a run's first phase, which knows the others.
+
+    later: the other phases. begins: where they begin, as in the recipe. Raises ConfigError.
+    """
+    ends: list[int] = []
+    for number, (begin, config) in enumerate(zip(begins, (first, *later), strict=False), 1):
+        steps_before = ends[-1] if ends else 0
+        step = _step_of(begin, [first, *later][:number], ends, f"phases[{number}]")
+        written = f"phases[{number}].begin = {shown(begin)}"
+        if step <= steps_before:
+            where = f"step {steps_before}, where the phase before it begins" if ends else "step 0"
+            raise ConfigError(f"{written}: does not come after {where}; use a later one")
+        if step >= config.training.steps:
+            raise ConfigError(
+                f"{written}: no step reaches it{_as_step(begin, step)}, since training.steps ="
+                f" {config.training.steps}; use an earlier one, or more steps"
+            )
+        ends.append(step)
+    ends.append(first.training.steps)
+    configs = []
+    for number, config in enumerate((first, *later), 1):
+        begin = 0 if number == 1 else ends[number - 2]
+        configs.append(config.in_phase(Phase(number, begin, ends[number - 1])))
+    return configs[0].with_all_phases(configs)
+
+
+def _as_step(begin: object, step: int) -> str:
+    return "" if isinstance(begin, int) else f" (step {step})"
+
+
+def _step_of(begin: object, before: Sequence[Config], ends: Sequence[int], place: str) -> int:
+    """Return the number of steps before a phase.
+
+    before: the phases before it, which end at `ends`, but for the last of them. Raises ConfigError.
+    """
+    if isinstance(begin, int) and not isinstance(begin, bool) and begin >= 0:
+        return begin
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([MBT]?) ?tokens", str(begin))
+    if not match:
+        raise ConfigError(
+            f'{place}.begin = {shown(begin)}: expected a number of steps, or tokens such as "2B'
+            ' tokens"'
+        )
+    tokens = round(float(match[1]) * POWERS.get(match[2], 1))
+    step = 0
+    for number, config in enumerate(before):
+        end = ends[number] if number < len(ends) else None
+        for sequences, last_step in _batches(config, place):
+            last = last_step if end is None else min(end, last_step or end)
+            of_step = sequences * config.training.seq_len
+            needed = -(-tokens // of_step)  # steps, rounded up
+            if last is None or step + needed <= last:
+                return step + needed
+            if last > step:
+                tokens -= (last - step) * of_step
+                step = last
+    return step
+
+
+def _batches(config: Config, place: str) -> list[tuple[int, int | None]]:
+    """Return [(sequences, last step with this batch size), ...]; None: the last of the run."""
+    training = config.training
+    if training.global_batch_size == -1:
+        raise ConfigError(
+            f"{place}.begin in tokens needs training.global_batch_size, since the tokens of a step"
+            " depend on the number of ranks; use one, or a number of steps"
+        )
+    return [*batch_ramp(training.global_batch_ramp), (training.global_batch_size, None)]

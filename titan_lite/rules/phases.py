@@ -1,0 +1,61 @@
+"""Rules of [[phases]]: what a phase cannot change, since a resume with it is refused."""
+
+from collections.abc import Iterator
+
+from titan_lite.config import KEYS, Config, changes_of
+from titan_lite.config.effects import Effect, effect_of
+from titan_lite.config.errors import shown
+from titan_lite.rules.mistakes import Mistake, rule_of_keys
+
+# of the whole run
+OF_RUN = (
+    "job.",
+    "model.",
+    "training.steps",
+    "checkpoint.enable",
+    "checkpoint.folder",
+    "checkpoint.load_step",
+    "checkpoint.branch_from",
+    "checkpoint.initial_load_path",
+    "fault_tolerance.",
+)
+ACCEPTED_BY = {
+    Effect.RESTARTS_DATA: "restart_data",
+    Effect.RESTARTS_OPTIMIZER: "accept_model_only",
+}
+
+
+@rule_of_keys
+def a_phase_changes_what_a_resume_may_change(config: Config) -> Iterator[Mistake]:
+    number = config.phase.number
+    if number == 1:
+        return
+    before = config.phases[number - 2]
+    for key, value in changes_of(config.phases, number - 1).items():
+        written = f"{config.origin(key)}: {key} = {shown(value)}"
+        if key.startswith(OF_RUN):
+            line = f"{written}: is the same in all phases of a run; set it before [[phases]]"
+            yield Mistake(key, line=line)
+            continue
+        effect = effect_of(KEYS[key], before.model_dump(), config.model_dump())
+        accepted = ACCEPTED_BY.get(effect)
+        if accepted and not getattr(config.checkpoint, accepted):
+            yield Mistake(
+                key,
+                line=f"{written}: {effect.value} in a phase that changes it; leave it out, or use"
+                f" checkpoint.{accepted} = true there",
+            )
+
+
+@rule_of_keys
+def phases_have_a_checkpoint_between_them(config: Config) -> Iterator[Mistake]:
+    if len(config.phases) == 1 or config.phase.number > 1:
+        return
+    if not config.checkpoint.enable:
+        why = "has no checkpoint at the boundary of two phases"
+        yield Mistake("checkpoint.enable", False, why, "true, or no [[phases]]")
+    if config.fault_tolerance.replica_groups > 1:
+        why = "cannot be with [[phases]]"
+        groups = config.fault_tolerance.replica_groups
+        instead = "1, or a start by hand for each phase"
+        yield Mistake("fault_tolerance.replica_groups", groups, why, instead)
