@@ -12,7 +12,7 @@ from checkpoints import tensors_of
 from commands import train
 from ranks import end_ranks, start_ranks
 from resumed import losses, same
-from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, ROOT, TINY_MODEL
+from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, ROOT, TINY_MODEL
 
 from titan_lite.checkpoint.state import read_state
 from titan_lite.metrics.run_files import read_events
@@ -26,7 +26,7 @@ OPTIONS = [
     "--lr_scheduler.min_lr_factor=1",  # it does not depend on training.steps
     "--checkpoint.interval=1",
     "--checkpoint.keep_latest_k=0",
-    "--data.num_workers=1",
+    *NO_WORKERS,
     "--debug.deterministic",
 ]
 # what changes at a step

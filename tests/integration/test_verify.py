@@ -341,3 +341,20 @@ def test_the_twin_of_tied_embeddings_agrees_in_a_pipeline():
 @pytest.mark.release
 def test_every_composition_agrees():
     assert command(DEBUG, "--layouts", "all").returncode == 0
+
+
+def test_each_phase_of_a_recipe_is_verified(tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "phases.toml"
+    phase = "[[phases]]\nbegin = 60\nparallelism.tensor_parallel_degree = 2\n"
+    checkpoints = "[checkpoint]\nenable = true\n"
+    recipe.write_text(f'extends = "{DEBUG}"\n[training]\nsteps = 100\n{checkpoints}{phase}')
+    verified = []
+
+    def verify(config, layouts, steps):
+        verified.append((config.phase, layouts[0]["tp"]))
+        return len(verified) == 1
+
+    monkeypatch.setattr(program, "verify", verify)
+    assert program.main([str(recipe)]) == 1
+    assert verified == [((1, 0, 100), 1), ((1, 0, 100), 2)]  # each as a recipe without phases
+    assert "phase 2 of 2, steps 61 to 100: parallelism.tensor" in capsys.readouterr().out

@@ -37,6 +37,7 @@ from titan_lite.config import (
     read_config,
 )
 from titan_lite.config.load import option
+from titan_lite.config.phases import describe_phase
 from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.distributed.layout import Layout
 from titan_lite.feature import features_of
@@ -262,6 +263,8 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
     config, wrong = read_config(options.recipe, overrides)
     rules.check_keys(config, wrong)
+    if len(config.phases) > 1:
+        refuse_with_phases(options)
     groups = config.fault_tolerance.replica_groups
     windows: list[Window] = []
     if options.compare:
@@ -288,6 +291,8 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         lines = sweep_lines(subject, options.sweep, options.full)
     elif options.compare:
         lines = comparison_lines(subject, options.compare, windows, options.full)
+    elif len(config.phases) > 1:
+        lines = phase_lines(subject, options)
     else:
         lines = plan_lines(subject, options)
     if note and options.json:  # the output has the object alone
@@ -430,6 +435,29 @@ def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
     if options.json:
         return [as_json(plan)]
     return describe(plan, budget_of(plan, options))
+
+
+def refuse_with_phases(options: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that plans one recipe."""
+    for name in ("sweep", "search", "compare", "picture", "trace", "json", "tokens"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name} is for one recipe, and {options.recipe} has [[phases]]; use the recipe"
+                " of a phase, without that table"
+            )
+
+
+def phase_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
+    """Return a line on each phase of the recipe, and one on their sum."""
+    from titan_lite.tools.plan.plan import make_plan
+    from titan_lite.tools.plan.summary import PlannedPhase, describe_phases
+
+    planned = []
+    for phase in subject.config.phases:
+        alone = dataclasses.replace(subject, config=phase.alone())
+        plan = make_plan(alone.lay_out({}), subject.machine, options.full)
+        planned.append(PlannedPhase(describe_phase(phase), phase.phase, plan))
+    return describe_phases(planned, options.price_per_gpu_hour)
 
 
 def budget_of(plan: "Plan", options: argparse.Namespace) -> "Budget":

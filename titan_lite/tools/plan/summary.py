@@ -5,10 +5,11 @@ print(as_json(plan))
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from titan_lite.config.sections import Phase
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.feature import features_of
@@ -181,6 +182,55 @@ def traffic_lines(plan: Plan) -> list[str]:
         for axis, nbytes in step.sent.items()
         if nbytes
     ]
+
+
+class PlannedPhase(NamedTuple):
+    """A phase of a recipe, and the plan of its steps."""
+
+    text: str  # what it is
+    phase: Phase
+    plan: Plan
+
+    @property
+    def tokens(self) -> int:
+        layout = self.plan.layout
+        return layout.tokens_until(self.phase.end) - layout.tokens_until(self.phase.begin)
+
+    @property
+    def seconds(self) -> list[float]:
+        """The shortest and the longest time of the phase, without stops."""
+        steps = self.tokens / self.plan.layout.tokens
+        return [steps * times.seconds for times in (self.plan.fast, self.plan.slow)]
+
+
+def describe_phases(phases: Sequence[PlannedPhase], price: float) -> list[str]:
+    """Return two lines on each phase, and one on their sum. price: of a GPU-hour; 0: not known."""
+    lines = []
+    for phase in phases:
+        lines += [phase.text, f"  {steps_in_words(phase)}; {verdict_of(phase.plan)}"]
+    seconds = [sum(each) for each in zip(*(phase.seconds for phase in phases), strict=True)]
+    hours = [phases[0].plan.layout.world_size * each / 3600 for each in seconds]
+    tokens = sum(phase.tokens for phase in phases)
+    line = f"all phases: {tokens:.3g} tokens in {in_units(*seconds)}, without stops; "
+    line += f"{' to '.join(map(rounded, hours))} GPU-hours"
+    if price:
+        line += f", {' to '.join(rounded(price * each) for each in hours)} at {price:g} a GPU-hour"
+    return [*lines, line]
+
+
+def steps_in_words(phase: PlannedPhase) -> str:
+    fast, slow = phase.plan.fast.seconds, phase.plan.slow.seconds
+    known = "" if phase.plan.evidence.is_known else " (not known for this kind of run)"
+    return (
+        f"step time {fast:.3g} to {slow:.3g} s{known}; {phase.tokens:.3g} tokens in"
+        f" {in_units(*phase.seconds)}"
+    )
+
+
+def verdict_of(plan: Plan) -> str:
+    """Return the memory of a plan in words."""
+    verdict = "tight" if plan.is_tight else "fits" if plan.fits else "does not fit"
+    return f"{plan.memory.total / GIB:.2f} of {plan.machine.memory:g} GiB, {verdict}"
 
 
 def memory_lines(plan: Plan) -> list[str]:

@@ -13,7 +13,7 @@ AXES = {"step", "time", "tokens", "hours"}  # of a row of metrics; the rest are 
 # of each layer; a picture has the loads (sections.experts)
 OF_LAYERS = ("expert_balance/", "expert_load_max/", "expert_load_min/")
 MARKED = ("resume", "checkpoint", "skip", "failed", "stop", "slow", "warning")  # page.html: KINDS
-NOT_MARKED = ("start", "first step", "done", "restart")  # events
+NOT_MARKED = ("start", "first step", "done", "phase done", "restart")  # events
 
 
 def script_data(run: RunRecord, number: int) -> dict[str, Any]:

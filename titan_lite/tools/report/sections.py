@@ -38,6 +38,8 @@ EVENT_WORDS = {
     "skip": "step skipped",
     "slow": "slow rank",
     "resume": "resumed",
+    "phase": "phase",
+    "phase done": "phase done",
     "error": "failed",
     "killed": "rank killed",
     "copy killed": "rank of a group killed",

@@ -26,6 +26,7 @@ from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError, find_recipe, read_config
 from titan_lite.config.errors import shown
+from titan_lite.config.phases import describe_phase
 from titan_lite.distributed.layout import DEGREES
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.tools.plan.command import find_hardware, lay_out, world_size_of
@@ -47,20 +48,29 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parser.parse_with_overrides(arguments)
     config, wrong = read_config(options.recipe, overrides)
     rules.check_keys(config, wrong)
-    if options.processes:
-        layouts = layouts_of(config, options)
-        return 0 if verify(config, layouts, steps=options.steps or 5) else 1
     for name in ("layouts", "steps"):
-        if getattr(options, name):
+        if getattr(options, name) and not options.processes:
             raise ConfigError(
                 f"--{name} has no effect without --processes: graphs are those of the recipe's own"
                 " degrees; give these as --parallelism keys, or add --processes"
             )
+    agree = []
+    for phase in config.phases:
+        if len(config.phases) > 1:
+            print(describe_phase(phase), flush=True)
+        agree.append(agrees(phase.alone(), options))
+    return 0 if all(agree) else 1
+
+
+def agrees(config: Config, options: argparse.Namespace) -> bool:
+    """Verify a recipe without phases, print the verdict, and return it."""
+    if options.processes:
+        return verify(config, layouts_of(config, options), steps=options.steps or 5)
     world_size = options.world_size or own_world_size(config, Path(options.recipe))
     memory = find_hardware(None, config).memory * 2**30  # whether weights are gathered once a step
     verdict = check_layout(config, lay_out(config, world_size, memory))
     print("\n".join(verdict_lines(config, verdict)), flush=True)
-    return 0 if verdict.agrees else 1
+    return verdict.agrees
 
 
 def own_world_size(config: Config, recipe: Path) -> int:

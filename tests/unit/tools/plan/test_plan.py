@@ -335,3 +335,37 @@ def test_weights_that_are_kept_are_not_gathered_again_by_recomputation():
     assert again.nominal.sent[axis] - kept.nominal.sent[axis] == pytest.approx(once, rel=0.01)
     more = kept.memory.parts["activations"] - again.memory.parts["activations"]
     assert more > 0.8 * 2 * in_blocks
+
+
+PHASES = """
+# world_size: 8
+extends = "debug_model.toml"
+[training]
+steps = 100
+global_batch_size = 64
+[checkpoint]
+enable = true
+
+[[phases]]
+begin = 60
+training.seq_len = 4096
+"""
+
+
+def test_a_recipe_with_phases_has_a_line_a_phase_and_the_sum(tmp_path, capsys):
+    recipe = tmp_path / "phases.toml"
+    recipe.write_text(PHASES.replace("debug_model.toml", str(RECIPES / "debug_model.toml")))
+    assert main([str(recipe), "--price-per-gpu-hour=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    seq_len = load_config(recipe).training.seq_len
+    tokens = [64 * seq_len * 60, 64 * 4096 * 40]
+    assert lines[0] == "phase 1 of 2, steps 1 to 60: as in the recipe"
+    assert lines[2] == "phase 2 of 2, steps 61 to 100: training.seq_len = 4096"
+    for count, line in zip(tokens, lines[1:4:2], strict=True):
+        assert f"; {count:.3g} tokens in" in line
+        assert "fits" in line
+    assert lines[4].startswith(f"all phases: {sum(tokens):.3g} tokens in ")
+    assert "at 2 a GPU-hour" in lines[4]
+    assert main([str(recipe), "--search"]) == 2
+    assert "--search is for one recipe, and " in capsys.readouterr().err
