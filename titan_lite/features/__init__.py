@@ -30,6 +30,7 @@ FEATURES = (
     "cost_buckets",
     "async_tp",
     "split_backward",
+    "evaluation",
 )
 
 

@@ -1,0 +1,1 @@
+"""Scores of lm-evaluation-harness, on the sharded model as it trains."""
