@@ -98,9 +98,8 @@ class LabelScores:
         return torch.stack((log_p, self._over_ranks(is_beaten.float(), "max")), dim=-1)
 
     def _over_ranks(self, values: Tensor, operation: str) -> Tensor:
-        if self.vocabulary.degree == 1:
-            return values
-        return all_reduce(values, operation, self.vocabulary.group)
+        axis = self.vocabulary.axis
+        return all_reduce(values, operation, axis.group) if axis.degree > 1 else values
 
 
 def counted(labels: Tensor) -> Tensor:
