@@ -112,7 +112,8 @@ class PerSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the counts of all ranks when `gather` was called."""
-        return {"tokens": {**self.of_others, **dict(zip(self.names, self.seen, strict=True))}}
+        counts = {**self.of_others, **dict(zip(self.names, self.seen, strict=True))}
+        return {"tokens": counts} if counts else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state; without a count, from zero."""
