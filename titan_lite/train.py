@@ -97,8 +97,6 @@ def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) 
         free_memory()
         start_times = StartTimes()
         phase = phase_at(config, phase.phase.end)
-        newest = phase.checkpoint.replace(load_step=-1)  # the one that this process has saved
-        phase = phase.replace(checkpoint=newest)
 
 
 def phase_to_resume(config: Config) -> Config:
