@@ -1,0 +1,220 @@
+"""Faults in the package's source, of the kinds that Megatron-LM 7452 lists: each is a difference on
+a layout of few ranks.
+"""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from tiny import RECIPES
+
+from titan_lite.config import load_config
+from titan_lite.distributed import (
+    context_parallel,
+    expert_parallel,
+    parallelize,
+    simple_fsdp,
+    tensor_parallel,
+)
+from titan_lite.distributed.layout import DEGREES, Layout
+from titan_lite.distributed.mesh import PARAMETER_AXES
+from titan_lite.distributed.param_collectives import ShardSpec
+from titan_lite.features.moe import balance
+from titan_lite.models import loss
+from titan_lite.tools.verify import trace_ranks
+from titan_lite.tools.verify.check import check_layout
+
+NAMES = {**DEGREES, "ep": "expert_parallel_degree"}
+FAULTS = {}  # name: (what plants it, degrees, options)
+
+
+def fault(*options, **degrees):
+    """Return a decorator of a function that plants a fault, seen on a layout of these degrees."""
+
+    def decorate(plant):
+        FAULTS[plant.__name__] = (plant, degrees, options)
+        return plant
+
+    return decorate
+
+
+def with_sums(change):
+    """Change the groups over which the gradients of a shard are summed."""
+    right = simple_fsdp.shard_parameter
+
+    def wrong(*arguments):
+        parameter, spec = right(*arguments)
+        return parameter, dataclasses.replace(spec, sum_groups=change(spec.sum_groups))
+
+    return wrong
+
+
+@fault(tp=2)
+def norms_are_not_summed_over_tp(patch):
+    patch.setattr(simple_fsdp, "shard_parameter", with_sums(lambda groups: ()))
+
+
+@fault(dp_replicate=2)
+def nothing_is_summed_over_replicas(patch):
+    patch.setattr(simple_fsdp, "shard_parameter", with_sums(lambda groups: groups[1:]))
+
+
+@fault(tp=2)
+def norms_are_summed_twice(patch):
+    patch.setattr(simple_fsdp, "shard_parameter", with_sums(lambda groups: groups * 2))
+
+
+@fault(dp_shard=2)
+def gradients_are_means(patch):
+    right = ShardSpec.finish_reduce
+    patch.setattr(ShardSpec, "finish_reduce", lambda self, x: right(self, x) / self.shard_degree)
+
+
+@fault(cp=2)
+def gradients_are_not_summed_over_cp(patch):
+    patch.setattr(parallelize, "parameter_mesh", lambda mesh: mesh[PARAMETER_AXES])
+
+
+@fault(dp_shard=3)
+def uneven_shards_are_cut_as_numpy_does(patch):
+    def wrong(size, parts, index):
+        ends = [size * part // parts for part in range(parts + 1)]
+        return range(ends[index], ends[index + 1])
+
+    patch.setattr(simple_fsdp, "chunk_range", wrong)
+
+
+@fault(cp=2)
+def tails_come_in_the_order_of_ranks(patch):
+    def wrong(gathered, degree):
+        return gathered.unflatten(1, (degree, 2, -1)).transpose(1, 2).flatten(1, 3)
+
+    patch.setattr(context_parallel, "in_position_order", wrong)
+
+
+@fault(cp=2)
+def positions_are_contiguous(patch):
+    patch.setattr(
+        parallelize,
+        "own_positions",
+        lambda n, rank, cp: [*range(rank * n // cp, (rank + 1) * n // cp)],
+    )
+
+
+@fault(cp=2)
+def positions_are_of_the_other_rank(patch):
+    right = parallelize.own_positions
+    patch.setattr(parallelize, "own_positions", lambda n, rank, cp: right(n, cp - 1 - rank, cp))
+
+
+@fault(cp=2)
+def a_causal_mask_begins_at_the_first_key(patch):
+    def wrong(q, k, v, mask=None):
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        return context_parallel.causal_attention(q, k, v, mask)
+
+    patch.setattr(parallelize, "causal_attention", wrong)
+
+
+@fault(tp=2)
+def the_vocabulary_begins_one_late(patch):
+    right = loss.VocabularyShard.entries.fget
+
+    def wrong(self):
+        entries = right(self)
+        return range(entries.start + (self.rank > 0), entries.stop)
+
+    patch.setattr(loss.VocabularyShard, "entries", property(wrong))
+
+
+@fault(tp=2)
+def labels_of_other_ranks_are_found(patch):
+    def wrong(self, tokens):
+        index = (tokens - self.entries.start).clamp(0, len(self.entries) - 1)
+        return index, index >= 0
+
+    patch.setattr(loss.VocabularyShard, "find", wrong)
+
+
+@fault("--training.loss_chunk_tokens=-1", tp=2)
+def sums_of_the_loss_are_not_reduced(patch):
+    patch.setattr(loss, "all_reduce", lambda x, how, group: x)
+
+
+@fault(tp=2)
+def a_loss_in_chunks_is_not_reduced(patch):
+    patch.setattr(loss, "all_reduce", lambda x, how, group: x)
+
+
+@fault(tp=2)
+def hidden_states_are_means(patch):
+    right = tensor_parallel.reduce_scatter
+    patch.setattr(
+        tensor_parallel, "reduce_scatter", lambda x, degree, group: right(x, degree, group) / degree
+    )
+
+
+@fault(tp=2)
+def tokens_are_gathered_in_another_order(patch):
+    right = tensor_parallel.all_gather
+
+    def wrong(x, degree, group):
+        return torch.cat(right(x, degree, group).chunk(degree)[::-1])
+
+    patch.setattr(tensor_parallel, "all_gather", wrong)
+
+
+@fault(dp_shard=2, ep=2)
+def experts_return_means(patch):
+    right = expert_parallel._reduce_scatter
+    patch.setattr(expert_parallel, "_reduce_scatter", lambda x, axis: right(x, axis) / axis.degree)
+
+
+@fault(dp_shard=2, ep=2)
+def choices_are_not_gathered(patch):
+    right = expert_parallel._all_gather
+
+    def wrong(x, axis):
+        return x.repeat(axis.degree, 1) if x.dtype == torch.int64 else right(x, axis)
+
+    patch.setattr(expert_parallel, "_all_gather", wrong)
+
+
+@fault("--experts.balance=sequence", dp_shard=1, tp=2)
+def shares_of_sequences_are_of_own_tokens(patch):
+    right = balance.apply_balance
+
+    def wrong(model, how, mesh):
+        right(model, how, mesh)
+        for router in balance.routers_of(model).values():
+            router.sequence_groups = ()
+
+    patch.setattr(balance, "apply_balance", wrong)
+
+
+@fault(dp_replicate=2, dp_shard=2)
+def data_ranks_have_another_order(patch):
+    def wrong(mesh):
+        shard, replicate = mesh["dp_shard"], mesh["dp_replicate"]
+        rank = shard.get_local_rank() * replicate.size() + replicate.get_local_rank()
+        return rank, shard.size() * replicate.size()
+
+    patch.setattr(trace_ranks, "data_rank", wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_source_is_a_difference(name, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.ERROR)
+    plant, degrees, options = FAULTS[name]
+    keys = [f"--parallelism.{key}={degrees.get(axis, 1)}" for axis, key in NAMES.items()]
+    is_of_experts = "ep" in degrees or any("experts" in option for option in options)
+    recipe = "qwen3_moe_debug" if is_of_experts else "llama3_8b"
+    config = load_config(RECIPES / f"{recipe}.toml", [*keys, *options])
+    ranks = 1
+    for axis in DEGREES:
+        ranks *= degrees.get(axis, 1)
+    layout = Layout.from_config(config, ranks)
+    plant(monkeypatch)
+    assert not check_layout(config, layout, with_real_sizes=False).agrees
