@@ -175,6 +175,13 @@ def test_wrong_arguments_end_with_one_line_and_exit_code_2(arguments, message, c
     assert re.search(message, errors)
 
 
+@pytest.mark.parametrize("option", ["--layouts=tp=2", "--steps=2"])
+def test_options_of_processes_have_no_effect_on_graphs(option, capsys):
+    assert exit_code([str(DEBUG), option]) == 2
+    name = option[: option.index("=")]
+    assert f"{name} has no effect without --processes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [

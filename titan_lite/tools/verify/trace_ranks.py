@@ -24,6 +24,7 @@ from titan_lite.collectives import collectives
 from titan_lite.compile.model_parts import Value
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
+from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import ranks_in
 from titan_lite.distributed.buckets import Specs, reduce_buckets
 from titan_lite.distributed.mesh import build_mesh, data_rank
@@ -68,7 +69,12 @@ class _Keep(Schedule):
     """The passes of the recipe, which keep the graphs."""
 
     def __init__(self, small: SmallRecipe):
-        settings = PassSettings(small.config.compile, must_change=False)
+        compile = small.config.compile
+        # Without a machine all that can be cut into chunks of tokens is; buckets by cost need one.
+        machine = None
+        if compile.buckets_across_blocks:
+            machine = load_machine(compile.machine or "H100")
+        settings = PassSettings(compile, machine, must_change=False)
         super().__init__(settings, passes_of(small.config))
         self.graphs: dict[str, GraphModule] = {}
 
