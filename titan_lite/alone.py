@@ -17,7 +17,6 @@ class Totals(NamedTuple):
     """Sums of a step over all replica groups: scalars."""
 
     loss: Tensor
-    tokens: Tensor
     stop_requests: Tensor
 
 
@@ -55,14 +54,17 @@ class Alone:
         local_batches = self.trainer.layout.accumulation_at(self.trainer.step)
         return [self.trainer.next_batch() for _ in range(local_batches)]
 
-    def divisor(self, tokens: Tensor) -> Tensor:
-        """Return what the loss of a step is divided by. tokens: counted ones of this group."""
+    def sum_tokens(self, tokens: Tensor) -> Tensor:
+        """Return the counted tokens of this step over all groups, by which losses are divided.
+
+        tokens: over all ranks of this group.
+        """
         return tokens
 
-    def commit(self, loss: Tensor, tokens: Tensor, stop_requests: Tensor) -> Totals | None:
-        """Return the sums of a step over all groups; None if it does not count, and has changed
-        nothing.
+    def commit(self, loss: Tensor, stop_requests: Tensor) -> Totals | None:
+        """Sum gradients over all groups in place, and return what else is summed; None if the step
+        does not count, and has changed nothing.
 
-        loss, tokens, stop_requests: over all ranks of this group.
+        loss, stop_requests: over all ranks of this group.
         """
-        return Totals(loss, tokens, stop_requests)
+        return Totals(loss, stop_requests)

@@ -515,19 +515,18 @@ class Trainer:
         batches = self.next_batches() if self.has_done_step else self.first_batches()
         for hook in self.hooks:
             hook.on_batches(self.step)
-        tokens = self.count_tokens(batches)
+        tokens = self.replica_groups.sum_tokens(self.count_tokens(batches))
 
         self.begin_step_parts()
-        loss = self.forward_backward(batches, self.replica_groups.divisor(tokens))
+        loss = self.forward_backward(batches, tokens)
         for part in self.step_parts:
             part.after_backward(self.step)
         # Sums over all ranks, so that every rank decides the same
         loss, stop_requests = self.sum_loss_and_stops(loss, self.stop.received)
-        totals = self.replica_groups.commit(loss, tokens, stop_requests)
+        totals = self.replica_groups.commit(loss, stop_requests)
         if totals is None:
             return False
         loss = totals.loss
-        tokens = totals.tokens
         stop_requests = totals.stop_requests
         for hook in self.hooks:
             hook.on_gradients(self.step, self.parameters)
@@ -556,7 +555,10 @@ class Trainer:
         return True
 
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> Tensor:
-        """Accumulate the gradients of the loss, and return this rank's part of it, a scalar."""
+        """Accumulate the gradients of the loss, and return this rank's part of it, a scalar.
+
+        tokens: as in ParallelModel.forward_backward.
+        """
         found: list[Tensor] = []
         if batches:  # a replica group may have none in a small step
             found = self.model.forward_backward(batches, tokens)

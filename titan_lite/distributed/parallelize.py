@@ -151,8 +151,8 @@ class ParallelModel:
     def forward_backward(self, batches: Sequence[DeviceBatch], tokens: Tensor) -> list[Tensor]:
         """Compute the gradients of an optimizer step, and return the losses of each local batch.
 
-        tokens: counted tokens of the step, over all ranks. Losses are divided by them: one for each
-        sequence, (B,), zero before the last pipeline stage.
+        tokens: counted ones of the step, over all ranks and replica groups: a scalar. Losses are
+        divided by them: one for each sequence, (B,), zero before the last pipeline stage.
         """
         losses = []
         with ExitStack() as gathered:

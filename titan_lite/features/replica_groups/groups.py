@@ -3,7 +3,8 @@
     groups = ReplicaGroups(trainer)                  # in each group
     groups.join()                             # before the first step
     batches = groups.next_batches()           # those of the step that this group takes
-    totals = groups.commit(loss, tokens, stop_requests)      # None: the step is undone
+    tokens = groups.sum_tokens(tokens)        # by which losses are divided
+    totals = groups.commit(loss, stop_requests)              # None: the step is undone
     going_on = groups.agree()                 # before the next step
     groups.leave()                            # after the last one, once that is on disk
 
@@ -501,20 +502,26 @@ class ReplicaGroups(Alone):
             shards.append(gradient_shard(parameter))
         return shards
 
+    def sum_tokens(self, tokens: Tensor) -> Tensor:
+        """Return the counted tokens of this step over all groups. After a failure they are wrong,
+        and the step will not count.
+        """
+        total = tokens.clone()
+        self.quorum.sum([total])
+        return total
+
     @torch.no_grad()
-    def commit(self, loss: Tensor, tokens: Tensor, stop_requests: Tensor) -> Totals | None:
+    def commit(self, loss: Tensor, stop_requests: Tensor) -> Totals | None:
         """Sum a step over groups; return None, and undo it, if it does not count.
 
-        loss, tokens, stop_requests: over all ranks of this group. Gradients and loss are divided by
-        `divisor` before, and by the tokens of all groups after.
+        loss, stop_requests: over all ranks of this group.
         """
         trainer = self.trainer
-        totals = torch.stack((loss.double(), tokens.double(), stop_requests.double()))
-        gradients = self.gradients()
+        totals = torch.stack((loss.double(), stop_requests.double()))
         counts = [trainer.per_source.own]
         for part in trainer.step_parts:
             counts += part.counts()
-        self.quorum.sum([*gradients, *counts, totals])
+        self.quorum.sum([*self.gradients(), *counts, totals])
         difference = self.compare()
         if not self.quorum.commit():
             self.undo(self.quorum.fault, difference)
@@ -522,19 +529,7 @@ class ReplicaGroups(Alone):
         self.steps += 1
         self.undone = 0
         of_all = Totals(*totals)
-        ratio = float(self.divisor(tokens) / of_all.tokens)
-        if ratio != 1.0:  # some labels are not counted
-            torch._foreach_mul_(gradients, ratio)
-        return Totals((of_all.loss * ratio).float(), of_all.tokens.long(), of_all.stop_requests)
-
-    def divisor(self, tokens: Tensor) -> Tensor:
-        """Return the tokens of this step if all labels count: a scalar.
-
-        The counted ones are known when the step is done, and with it the groups that took part.
-        """
-        trainer = self.trainer
-        nominal = trainer.layout.tokens_at(trainer.step)
-        return torch.tensor(nominal, dtype=torch.int64, device=trainer.device)
+        return of_all._replace(loss=of_all.loss.float())
 
     def compare(self) -> str:
         """Compare with other groups what has to be equal; return what is not, or "".

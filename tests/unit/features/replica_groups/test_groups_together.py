@@ -349,3 +349,28 @@ def test_of_two_groups_with_one_number_the_second_is_refused(index, steps, refus
             step.take(own, at, seen)
     else:
         step.take(own, at, seen)
+
+
+def test_ignored_labels_scale_the_loss_and_not_what_is_added_to_its_gradient():
+    """Such as that of experts' balance, which counts ignored labels. Two groups count 3 and 2."""
+    of_others = iter([[2], [0.2, 0.0, 0.4]])  # tokens; then gradient, counts, totals
+
+    def add_others(tensors):
+        for tensor, other in zip(tensors, next(of_others), strict=True):
+            tensor += other
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    groups = group_at(5, Disk(), steps=0, undone=0)
+    groups.trainer.parameters = {"weight": parameter}
+    groups.trainer.per_source = SimpleNamespace(own=torch.zeros(2))
+    groups.trainer.step_parts = []
+    groups.compare = lambda: ""
+    groups.quorum = SimpleNamespace(sum=add_others, commit=lambda: True)
+
+    tokens = groups.sum_tokens(torch.tensor(3))
+    balance = 0.25
+    parameter.grad = torch.ones(1) / tokens + balance
+    totals = groups.commit(torch.tensor(0.6), torch.tensor(0.0))
+    assert tokens == 5
+    assert totals.loss == pytest.approx(1.0)
+    assert parameter.grad.item() == pytest.approx(0.2 + balance + 0.2)
