@@ -42,7 +42,7 @@ class Bucket:
         """Start the gather. tables: those that `finish_gather` will get."""
         shards = []
         for parameter, spec in zip(self.parameters, self.specs, strict=True):
-            shards.append(pad_rows(spec.cast(local(parameter)), spec.chunk).reshape(-1))
+            shards.append(pad_rows(spec.to_send(local(parameter)), spec.chunk).reshape(-1))
         out = tables[0].view(-1) if len(tables) == 1 else None
         return self.as_one.start_gather_of(_cat(shards), out)
 

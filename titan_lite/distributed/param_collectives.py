@@ -125,8 +125,8 @@ class ShardSpec:
         """Groups of a reduction's collectives, in order."""
         return (self.axis.group, *self.sum_groups) if self.axis.degree > 1 else self.sum_groups
 
-    def cast(self, shard: Tensor) -> Tensor:
-        """Cast a shard to gather_dtype."""
+    def to_send(self, shard: Tensor) -> Tensor:
+        """Return what travels of a shard (Transport.send)."""
         return self.transport.send(shard, self.param_dtype, *self.scales)
 
     def gather(self, shard: Tensor, *scales: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class ShardSpec:
     @torch.no_grad()
     def start_gather(self, shard: Tensor) -> InFlight:
         """Start the same gather in eager mode."""
-        return self.start_gather_of(self.cast(shard))
+        return self.start_gather_of(self.to_send(shard))
 
     def start_gather_of(self, shard: Tensor, out: Tensor | None = None) -> InFlight:
         """Start the gather of a shard in gather_dtype. out: the padded result."""
@@ -207,9 +207,9 @@ class ShardSpec:
         """Return what carries the gradient of a gathered weight in autograd; None: the weight."""
         return stand_in(weight, self.param_dtype) if self.has_stand_in else None
 
-    def gradient_of(self, weight: Tensor | None, stand_in: Tensor | None) -> Tensor:
-        """Return the gradient of a gathered weight, given those of it and of its stand-in."""
-        gradient = stand_in if self.has_stand_in else weight
+    def gradient_of(self, of_weight: Tensor | None, of_stand_in: Tensor | None) -> Tensor:
+        """Return the gradient of a gathered weight: that of its stand-in, if it has one."""
+        gradient = of_stand_in if self.has_stand_in else of_weight
         assert gradient is not None
         return gradient
 
@@ -221,12 +221,18 @@ def stand_in(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.new_empty((), dtype=dtype).expand(data.shape)
 
 
+# (shard, spec) -> full weight
+Gather = Callable[[Tensor, ShardSpec], Tensor]
+# (unsharded gradient, spec, shard) -> this rank's rows of the sum, like the shard
+Reduce = Callable[[Tensor, ShardSpec, Tensor], Tensor]
+
+
 class _GatherContext(FunctionCtx):
     """The values that a gather keeps for backward."""
 
     shard: Tensor
     spec: ShardSpec
-    reduce: "Reduce"
+    reduce: Reduce
 
 
 class GatheredWeight(torch.autograd.Function):
@@ -241,8 +247,8 @@ class GatheredWeight(torch.autograd.Function):
         ctx: _GatherContext,
         shard: Tensor,
         spec: ShardSpec,
-        gather: "Gather",
-        reduce: "Reduce",
+        gather: Gather,
+        reduce: Reduce,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.shard = shard
         ctx.spec = spec
@@ -258,12 +264,6 @@ class GatheredWeight(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None]:
         gradient = ctx.spec.gradient_of(of_weight, of_stand_in)
         return ctx.reduce(gradient, ctx.spec, ctx.shard), None, None, None
-
-
-# (shard, spec) -> full weight
-Gather = Callable[[Tensor, ShardSpec], Tensor]
-# (unsharded gradient, spec, shard) -> this rank's rows of the sum, like the shard
-Reduce = Callable[[Tensor, ShardSpec, Tensor], Tensor]
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:

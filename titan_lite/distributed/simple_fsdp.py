@@ -188,6 +188,7 @@ class Sharding:
 
     @property
     def variant(self) -> Hashable:
+        """What graphs depend on beside arguments: which reader has made their inputs."""
         return type(self.reader)
 
     @property
@@ -204,6 +205,7 @@ class Sharding:
         }
 
     def described(self, modules: Iterable[nn.Module]) -> dict[str, object]:
+        """Return by FQN all that makes the graphs of two blocks differ in their weights."""
         found: dict[str, object] = {}
         for module in modules:
             sharded: ShardedParameters = module._fsdp  # type: ignore[assignment]
@@ -318,6 +320,8 @@ def apply_simple_fsdp(
             shards[parameter] = shard
             specs[shard] = replace(spec, transport=transport)
 
+    # Reads of a graph's forward: one for each module that has the weight, such as two of a tied
+    # table, but within a block one of each (TracedGatherer).
     reads = Counter(
         specs[shards[parameter]].fqn
         for module in model.modules()
@@ -325,7 +329,7 @@ def apply_simple_fsdp(
         if parameter is not None
     )
     for fqn in filter(is_in_block, reads):
-        reads[fqn] = 1  # see TracedGatherer
+        reads[fqn] = 1
     sharding = Sharding(specs, resharded, reads)
     for module in model.modules():
         own_specs = {}
@@ -344,7 +348,8 @@ def shard_parameter(
 ) -> tuple[nn.Parameter, ShardSpec]:
     """Return this rank's rows of a parameter as a DTensor, and the spec to gather it.
 
-    The last axis of `mesh`, tp or ep, is the one that a DTensor is split over already.
+    The last axis of `mesh` is tp or, for experts, ep. The gradient of a parameter that is split
+    over it already, a DTensor, is not summed over it; that of a replicated one is.
     """
     assert mesh.mesh_dim_names is not None
     axis = mesh.mesh_dim_names[-1]
