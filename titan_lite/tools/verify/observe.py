@@ -153,7 +153,7 @@ class ChoicesOfRank:
     n-th (data/streams.py).
     """
 
-    def __init__(self, trainer: Trainer, load: Load):
+    def __init__(self, trainer: Trainer, load: Load | None):
         self.load = load
         self.recorded: Choices | None = None
         self.sequences_seen = 0
@@ -165,7 +165,8 @@ class ChoicesOfRank:
         self.positions = positions.chunk(layout.degrees["tp"])[trainer.mesh["tp"].get_local_rank()]
 
     def add(self, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
-        self.load.add(probabilities, choices, counts)
+        if self.load is not None:
+            self.load.add(probabilities, choices, counts)
         number, _, k = choices.shape
         if self.recorded is None:
             experts = torch.full((*self.shape, k), -1)
@@ -203,7 +204,7 @@ class Recorder(Hook):
         self.modules = list(_modules_with_output(trainer))
         for stage in trainer.model.stages:
             for fqn in routers_of(stage.model):
-                self.choices[fqn] = ChoicesOfRank(trainer, LOADS[fqn])
+                self.choices[fqn] = ChoicesOfRank(trainer, LOADS.get(fqn))
         LOADS.update(self.choices)
 
     def on_metrics(self, metrics: StepMetrics) -> None:
@@ -234,7 +235,9 @@ class Recorder(Hook):
         for handle in self.handles:
             handle.remove()
         for fqn, of_rank in self.choices.items():
-            LOADS[fqn] = of_rank.load
+            del LOADS[fqn]
+            if of_rank.load is not None:
+                LOADS[fqn] = of_rank.load
             if of_rank.recorded is not None:
                 self.observed.choices[fqn] = of_rank.recorded
         for fqn, parameter in parameters.items():
