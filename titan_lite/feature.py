@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Parameter
 
-    from titan_lite.alone import Alone
     from titan_lite.collectives import Axis
     from titan_lite.compile.joint import SplitBackward
     from titan_lite.compile.schedule import Pass
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from titan_lite.distributed.simple_fsdp import FSDPOptions
     from titan_lite.hooks import Hook
     from titan_lite.models.transformer import Transformer
+    from titan_lite.one_group import OneGroup
     from titan_lite.optim.build import PartOptimizer
     from titan_lite.rules.mistakes import Mistake
     from titan_lite.tools.plan.costs import Costs
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptNumbers:
     """Float32 numbers that a feature keeps for a parameter's shard, beside those of its update."""
 
     always: int = 0
@@ -165,12 +165,6 @@ class Feature:
         """
         return None
 
-    def repeats_steps(self, config: Config) -> bool:
-        """Return True if forward and backward of a step may run again (StepPart.repeat): other
-        graphs are then made for that.
-        """
-        return False
-
     def optimizers(
         self, config: Config, parameters: Mapping[str, Parameter]
     ) -> Sequence[PartOptimizer]:
@@ -187,7 +181,7 @@ class Feature:
         """Return what is measured between steps, beside validation. trainer: before its resume."""
         return ()
 
-    def replica_groups(self, trainer: Trainer) -> Alone | None:
+    def replica_groups(self, trainer: Trainer) -> OneGroup | None:
         """Return the replica groups that share the run; None if it is alone."""
         return None
 
@@ -216,9 +210,9 @@ class Feature:
         """
         return {}
 
-    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
+    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> KeptNumbers:
         """Return what the feature keeps for a shard of this shape."""
-        return Kept()
+        return KeptNumbers()
 
     def owner_costs(self, config: Config) -> OwnedWork | None:
         """Return the work of a rank that owns a complete matrix; None: no rank owns any."""
@@ -261,7 +255,10 @@ class StepPart:
 
     def begin_step(self, step: int, tokens: int) -> None:
         """Before the first forward of a step, and again before one that repeats or replaces it:
-        `end_step` may be missing between. step: the first one is 1. tokens: of all ranks.
+        `before_update` may be missing between.
+
+        step: the first one is 1. tokens: positions of this step over all ranks and replica groups,
+        ignored labels included (Layout.tokens_at); losses are divided by fewer.
         """
 
     def repeat(self) -> Repeat | None:
@@ -275,9 +272,11 @@ class StepPart:
         group; they are clipped and applied afterwards.
         """
 
-    def end_step(self, skip: Tensor) -> None:
-        """Before the update. skip: 1 if the step does not count, else 0: a float32 scalar on the
-        device, not to be read on the host.
+    def before_update(self, skip: Tensor) -> None:
+        """After gradients are clipped, before the optimizer's update.
+
+        skip: 1 if the step does not count, else 0: a float32 scalar on the device, not to be read
+        on the host.
         """
 
     def counts(self) -> list[Tensor]:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from titan_lite.config import Config, Profiling
 from titan_lite.config.phases import describe_phase
 from titan_lite.data.preflight import check_first_batch, check_first_loss
-from titan_lite.distributed.parallelize import ParallelModel, gather_reports
+from titan_lite.distributed.parallelize import gather_reports
 from titan_lite.feature import features_of
 from titan_lite.logging import console, logger
 from titan_lite.metrics.deferred import StepMetrics
@@ -50,9 +50,6 @@ class Hook:
     def on_start(self) -> None:
         """Before the process group is made."""
 
-    def on_model_built(self, model: ParallelModel) -> None:
-        """The stages are on the meta device; parameters have not been allocated."""
-
     def on_train_start(self, trainer: Trainer) -> None:
         """All parts are built, and a checkpoint is loaded if there is one."""
 
@@ -66,7 +63,7 @@ class Hook:
         """Before each local batch of a step is read."""
 
     def on_batches(self, step: int) -> None:
-        """After the local batches of a step, before its first collective."""
+        """After the local batches of a step are read, before its first collective."""
 
     def on_gradients(self, step: int, parameters: Mapping[str, nn.Parameter]) -> None:
         """After the last backward of a step, before gradients are clipped.

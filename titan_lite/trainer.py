@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite import manifest, progress
-from titan_lite.alone import Alone
 from titan_lite.checkpoint.agreement import agree
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
@@ -86,7 +85,8 @@ from titan_lite.metrics.writer import MetricsWriter, peak_memory_gib
 from titan_lite.models.attention import use_kernel
 from titan_lite.models.loss import counted
 from titan_lite.models.shapes import flops_per_token
-from titan_lite.optim.build import NamedOptimizer, build_optimizer
+from titan_lite.one_group import OneGroup
+from titan_lite.optim.build import Optimizers, build_optimizer
 from titan_lite.optim.clipping import clip_grad_norm_
 from titan_lite.optim.lr_scheduler import Decay, decay_of, lr_factor
 from titan_lite.resilience import TrainingError, exit_code, signals
@@ -148,7 +148,7 @@ class Trainer:
     model: ParallelModel
     parameters: dict[str, nn.Parameter]  # by FQN
     step_parts: list[StepPart]  # of the features that the recipe turns on
-    optimizer: NamedOptimizer
+    optimizer: Optimizers
     decay: Decay  # of the learning rate
 
     loader: Loader
@@ -162,7 +162,7 @@ class Trainer:
 
     measurements: list[Measurement]  # of the features that the recipe turns on
     progress: Progress
-    replica_groups: Alone  # which share the steps of this run
+    replica_groups: OneGroup  # which share the steps of this run
     skipped_steps: SkippedSteps
     stop: StopSignal
     checkpointer: Checkpointer
@@ -194,7 +194,7 @@ class Trainer:
         self.layout = Layout.from_config(config, self.world_size, model, device_memory())
         self.listings = list_documents(config)
         self.tokenizer = check_machine(config, self.layout, self.listings)
-        self.replica_groups = Alone(self)
+        self.replica_groups = OneGroup(self)
         group = group_number(config.fault_tolerance)
         self.own_folder = folder_of_group(self.dump_folder, group)
         progress.report_to(progress.Listener())  # a run before in this process is not watched
@@ -268,12 +268,11 @@ class Trainer:
         if config.compile.enable:
             self.machine = find_machine(config.compile.machine, self.device)
         self.model = parallelize(config, self.layout, self.mesh, machine=self.machine)
-        # Those that `build_mesh` and `parallelize` have made, too; whoever listens may lower it.
+        # All groups that there are by now. The watchdog, which hears of the next phase, may lower
+        # it.
         limit = config.comm.longest_limit + progress.PATIENCE
         limit_collectives(limit, but_for=CHECKPOINT_GROUP)
         progress.start_phase("start", "init_timeout_seconds")
-        for hook in self.hooks:
-            hook.on_model_built(self.model)
 
         self.model.materialize(self.device)
         self.model.init_weights(config.debug.seed)
@@ -419,7 +418,7 @@ class Trainer:
         if going_on:
             self.replica_groups.write_due()
 
-        stops = self.poll_stop()
+        stops = self.replica_groups.poll_stop()
         if self.progress.validation_due and not stops:
             self.start_times.begin("validation")
             self.validate()
@@ -447,16 +446,14 @@ class Trainer:
         return not self.is_stopped
 
     def join_groups(self) -> bool:
-        """Take part in the run of several groups, if there are; return False if it has to stop."""
+        """Take part in the run with its other replica groups, if there are some; return False if
+        the run stops, or they are done with it.
+        """
         if self.is_finished:
             return True
         for feature in features_of(self.config):
             self.replica_groups = feature.replica_groups(self) or self.replica_groups
         return self.replica_groups.join()
-
-    def poll_stop(self) -> bool:
-        """Ask all ranks whether the run stops."""
-        return self.replica_groups.poll_stop()
 
     def begin_step(self) -> None:
         """Count a new step."""
@@ -498,8 +495,9 @@ class Trainer:
             self.measure()
         if config.checkpoint.enable:
             if self.is_due(config.checkpoint.interval) or self.stop.requested:
-                self.save()
-                self.poll_stop()
+                if self.replica_groups.is_first:
+                    self.save()
+                self.replica_groups.poll_stop()
             else:
                 self.replica_groups.write_due()
             if logs:
@@ -509,10 +507,13 @@ class Trainer:
         """Accumulate gradients over the local batches, then update the weights.
 
         Return False if the step does not count, since another replica group was lost: nothing
-        has changed then. Nothing here but such groups, Shampoo, and experts with a capacity, waits
-        for the device: `read_metrics` gets the scalars later.
+        has changed then. Nothing here waits for the device, but for what features do at their
+        moments: `read_metrics` gets the scalars later.
         """
-        batches = self.next_batches() if self.has_done_step else self.first_batches()
+        if self.has_done_step:
+            batches = self.replica_groups.next_batches()
+        else:
+            batches = self.first_batches()
         for hook in self.hooks:
             hook.on_batches(self.step)
         tokens = self.replica_groups.sum_tokens(self.count_tokens(batches))
@@ -534,7 +535,7 @@ class Trainer:
 
         skip, loss_limit = self.skipped_steps.decide(loss, grad_norm)
         for part in self.step_parts:
-            part.end_step(skip)
+            part.before_update(skip)
         self.lr = self.config.optimizer.lr * lr_factor(
             self.step, self.config.lr_scheduler, self.decay
         )
@@ -580,7 +581,7 @@ class Trainer:
         """Run forward and backward again. Nothing of the first run counts."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                gradient_shard(parameter)  # it may still be reduced
+                gradient_shard(parameter)  # waits for a reduction in flight
         self.optimizer.zero_grad()
         self.begin_step_parts()
         with progress.phase(repeat.why, self.compile_limit), repeat.context:
@@ -613,11 +614,7 @@ class Trainer:
         sequences = self.layout.sequences_at(self.step) // self.dp_degree
         what = f"packing {sequences:,} sequences of {self.layout.seq_len:,} tokens"
         with progress.phase(what, self.compile_limit), telling_if_slow(what):
-            return self.next_batches()
-
-    def next_batches(self) -> list[DeviceBatch]:
-        """Return the local batches of this step, on the device."""
-        return self.replica_groups.next_batches()
+            return self.replica_groups.next_batches()
 
     def next_batch(self) -> DeviceBatch:
         """Return the next local batch of training, on the device."""
@@ -658,7 +655,7 @@ class Trainer:
                     batch = self.to_device(next(loader), per_source)
                     nats += per_source.add(self.model.evaluate(batch))
                     tokens += counted(batch.label).sum()
-                if self.poll_stop():
+                if self.replica_groups.poll_stop():
                     return
             sum_of_losses(nats, self.mesh)
             sum_over_tokens(tokens, self.mesh)
@@ -760,12 +757,6 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Save this step, unless that is up to another replica group."""
-        self.read_metrics(wait=True)
-        if self.replica_groups.is_first:
-            self.save_here()
-
-    def save_here(self) -> None:
         """Save this step. A collective, but for the state_dict of the parts (`Stateful`)."""
         self.read_metrics(wait=True)
         self.bad_documents.gather([loader.pop_skipped() for loader in self.loaders])
@@ -841,11 +832,6 @@ class Trainer:
     def step(self) -> int:
         """The optimizer step that runs, or the last one that is done."""
         return self.progress.step
-
-    @property
-    def is_alone(self) -> bool:
-        """True on the first rank, unless other replica groups have begun this run."""
-        return self.rank == 0 and self.checkpointer.is_alone
 
     @property
     def is_finished(self) -> bool:

@@ -109,7 +109,7 @@ def beside_numpy():
         torch.testing.assert_close(
             gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]}
         )
-        sums.end_step(no)
+        sums.before_update(no)
         assert not any(error.any() for error in sums.errors.values())
         shapes = {"stacked": (4, 15), "matrix": (12, 20)}
         q = {fqn: sums.qs[fqn].double().numpy().copy() for fqn in shapes}
@@ -130,7 +130,7 @@ def beside_numpy():
                     found[fqn].numpy().reshape(shape), p @ q[fqn].T, atol=2e-4
                 )
             before = {fqn: (sums.errors[fqn].clone(), sums.qs[fqn].clone()) for fqn in shapes}
-            sums.end_step(no)
+            sums.before_update(no)
             assert not any(torch.equal(sums.errors[fqn], before[fqn][0]) for fqn in shapes)
             for fqn, shape in shapes.items():
                 own = errors[fqn][dist.get_rank()]
@@ -158,7 +158,7 @@ def at_full_rank():
                 atol=1e-4,
                 rtol=0,
             )
-            sums.end_step(torch.zeros(()))
+            sums.before_update(torch.zeros(()))
             assert all(error.abs().max() < 1e-4 for error in sums.errors.values())
 
 
@@ -171,14 +171,14 @@ def skipped():
         model, sums = between(rank=2)
         put(model, 2)
         sums.after_backward(2)
-        sums.end_step(torch.zeros(()))
+        sums.before_update(torch.zeros(()))
         before = {name: tensor.to_local().clone() for name, tensor in sums.state_tensors().items()}
         put(model, 3)
         if dist.get_rank() == 0:
             model._parameters["matrix"].grad.to_local()[0, 0] = math.nan
         sums.after_backward(3)
         assert gradients(model)["matrix"].isnan().any()  # on both copies, which both skip
-        sums.end_step(torch.ones(()))
+        sums.before_update(torch.ones(()))
         assert all(
             torch.equal(tensor.to_local(), before[name])
             for name, tensor in sums.state_tensors().items()
@@ -187,7 +187,7 @@ def skipped():
         model._parameters["stacked"].grad.to_local().zero_()
         sums.errors["stacked"].zero_()
         sums.after_backward(4)
-        sums.end_step(torch.zeros(()))
+        sums.before_update(torch.zeros(()))
         assert all(tensor.to_local().isfinite().all() for tensor in sums.state_tensors().values())
         assert sums.qs["stacked"].any(0).all()  # a gradient of zeros does not end the compression
         assert (
@@ -219,7 +219,7 @@ def uneven():
                     parameter, torch.randn_like(parameter.detach().to_local())
                 )
             sums.after_backward(step)
-            sums.end_step(torch.zeros(()))
+            sums.before_update(torch.zeros(()))
         assert compare_replicas(sums.state_tensors()) is None
         return gradients(model)
 
@@ -262,7 +262,7 @@ def three_steps(layout, once, compiled):
             found[-1] |= {
                 name: part.to_local().clone() for name, part in sums.state_tensors().items()
             }
-            sums.end_step(torch.tensor(float(number == 2)))
+            sums.before_update(torch.tensor(float(number == 2)))
             stage.model.zero_grad()
         return found
 

@@ -39,7 +39,7 @@ LAYERS = (
     ("optim",),
     ("distributed",),
     ("checkpoint", "data", "metrics", "resilience"),
-    ("rules", "recipe", "hooks", "alone", "trainer", "train"),
+    ("rules", "recipe", "hooks", "one_group", "trainer", "train"),
     ("features",),  # the core imports none
     ("launch", "launch_groups", "lighthouse", "tools", "__main__"),
 )

@@ -66,7 +66,7 @@ def test_a_run_that_waits_for_its_first_batch_says_what_is_packed():
         step=1,
         dp_degree=2,
         compile_limit="init_timeout_seconds",
-        next_batches=lambda: progress.current.name,
+        replica_groups=SimpleNamespace(next_batches=lambda: progress.current.name),
     )
     assert Trainer.first_batches(trainer) == "packing 60,000 sequences of 8,192 tokens"
     assert progress.current.name == "start"

@@ -342,8 +342,7 @@ def compile_stages(
             inductor_settings=inductor_settings,
         )
         stage.compiled = compiled(memory_budget=budget)
-        if any(feature.repeats_steps(config) for feature in features):
-            stage.compiled_for_all = compiled()
+        stage.compiled_for_repeat = compiled()
 
 
 def build_runner(model: ParallelModel, device: torch.device) -> SingleStage | Pipeline:

@@ -30,8 +30,7 @@ class Stage:
     model: Transformer
     sharding: Sharding
     compiled: "CompiledModel | None" = None
-    # in the place of `compiled` within `with_room_for_all`
-    compiled_for_all: "CompiledModel | None" = None
+    compiled_for_repeat: "CompiledModel | None" = None  # in its place within `repeating`
 
     def __call__(self, *args: Tensor, **model_kwargs: Tensor) -> Tensor:
         run = self.model if self.compiled is None else self.compiled
@@ -39,15 +38,15 @@ class Stage:
         return output
 
     @contextmanager
-    def with_room_for_all(self) -> Iterator[None]:
-        """Return a context in which the graphs run that have room for all rows of experts
-        (features/moe/capacity.py).
+    def repeating(self) -> Iterator[None]:
+        """Return a context in which a step runs again with the model changed (StepPart.repeat): it
+        has graphs of its own, made when a step needs them first.
         """
-        self.compiled, self.compiled_for_all = self.compiled_for_all, self.compiled
+        self.compiled, self.compiled_for_repeat = self.compiled_for_repeat, self.compiled
         try:
             yield
         finally:
-            self.compiled, self.compiled_for_all = self.compiled_for_all, self.compiled
+            self.compiled, self.compiled_for_repeat = self.compiled_for_repeat, self.compiled
 
     def gathered_for_step(self, microbatches: int) -> AbstractContextManager[None]:
         """Return a context in which weights are gathered once and gradients reduced once, for all

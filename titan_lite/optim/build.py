@@ -35,7 +35,7 @@ class PartOptimizer(Protocol):
         """Return the live state of a parameter, by its names in the optimizer's file."""
 
 
-class NamedOptimizer:
+class Optimizers:
     """Optimizers, of which each updates some of the parameters; state is named by FQN.
 
     parameters: by FQN.
@@ -112,7 +112,7 @@ def _optimizer_of(optimizers: Sequence[PartOptimizer]) -> dict[nn.Parameter, Par
     }
 
 
-def build_optimizer(config: Config, parameters: Mapping[str, nn.Parameter]) -> NamedOptimizer:
+def build_optimizer(config: Config, parameters: Mapping[str, nn.Parameter]) -> Optimizers:
     """Return the optimizers that features have for some parameters, and an elementwise one for the
     others: that of the recipe, or AdamW.
 
@@ -129,17 +129,17 @@ def build_optimizer(config: Config, parameters: Mapping[str, nn.Parameter]) -> N
     for parameter in parameters.values():
         if parameter not in theirs:
             (decayed if parameter.dim() > 1 else not_decayed).append(parameter)
-    constants = config.optimizer
+    settings = config.optimizer
     groups = [
-        {"params": decayed, "weight_decay": constants.weight_decay},
+        {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     elementwise: Elementwise
-    is_plain = constants.name != "AdamW" or constants.state_dtype != "float32"
-    if not (is_plain and OPTIMIZERS[constants.name].is_elementwise):
-        elementwise = AdamW(groups, constants)  # whose updates of all parameters are one kernel
+    is_plain = settings.name != "AdamW" or settings.state_dtype != "float32"
+    if not (is_plain and OPTIMIZERS[settings.name].is_elementwise):
+        elementwise = AdamW(groups, settings)  # whose updates of all parameters are one kernel
     else:
-        module = importlib.import_module(f"titan_lite.optim.{constants.name.lower()}")
-        elementwise = OneAtATime(groups, constants, module.update)
-    return NamedOptimizer(parameters, [elementwise, *of_features])
+        module = importlib.import_module(f"titan_lite.optim.{settings.name.lower()}")
+        elementwise = OneAtATime(groups, settings, module.update)
+    return Optimizers(parameters, [elementwise, *of_features])

@@ -38,7 +38,7 @@ class Scale(StepPart):
         for parameter in self.model.parameters.values():
             gradient_shard(parameter).mul_(self.factor)
 
-    def end_step(self, skip: Tensor) -> None:
+    def before_update(self, skip: Tensor) -> None:
         self.steps += 1
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ class EvaluationFeature(Feature):
             trainer.tokenizer,
             max_length=max_length,
             batch_size=keys.batch_size or layout.local_batch_size,
-            goes_on=lambda: not trainer.poll_stop(),
+            goes_on=lambda: not trainer.replica_groups.poll_stop(),
         )
 
         def measure() -> dict[str, float] | None:

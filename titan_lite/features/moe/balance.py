@@ -4,7 +4,7 @@
     balance = ExpertBalance(model.stages, layout.model, ExpertsKeys.of(config), mesh, device)
     balance.begin_step(step, layout.tokens_at(step))
     ...                                     # forward and backward: routers report to LOADS
-    balance.end_step(skip)                  # skip: a scalar; if it is 1, the step does not count
+    balance.before_update(skip)             # skip: a scalar; if it is 1, the step does not count
     balance.metrics(steps, folder)          # of the steps since the last call
 
 With f_i the share of expert i in the choices (they sum to 1) and P_i its mean probability, a layer
@@ -123,7 +123,7 @@ class ExpertBalance(StepPart):
         return [self.own]
 
     @torch.no_grad()
-    def end_step(self, skip: Tensor) -> None:
+    def before_update(self, skip: Tensor) -> None:
         """Update what routers keep. A collective, if the balance needs it. skip: as in StepPart."""
         if self.settings.balance in ("step", "bias"):
             counts = self.own[:, : self.n_experts].contiguous()

@@ -80,7 +80,7 @@ class ExpertCapacity(StepPart):
                 stack.callback(apply_capacity, stage.model, self.factor)
                 if self.recomputes:
                     stack.enter_context(fully_checkpointed(stage.model.layers))
-                stack.enter_context(stage.with_room_for_all())
+                stack.enter_context(stage.repeating())
             yield
 
     def metrics(self, steps: range, folder: Path | None) -> dict[str, float]:

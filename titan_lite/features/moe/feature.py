@@ -57,9 +57,6 @@ class MixtureOfExperts(Feature):
         apply_balance(model, keys.balance, mesh)
         apply_capacity(model, keys.capacity_factor)
 
-    def repeats_steps(self, config: Config) -> bool:
-        return ExpertsKeys.of(config).capacity_factor > 0
-
     def step_parts(self, model: "ParallelModel") -> Sequence[StepPart]:
         from titan_lite.features.moe.balance import ExpertBalance
         from titan_lite.features.moe.capacity import ExpertCapacity

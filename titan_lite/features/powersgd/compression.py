@@ -3,7 +3,7 @@
 
     powersgd = PowerSGD(model.stages, PowerSGDKeys.of(config), seed)
     powersgd.after_backward(step)       # sum parameter.grad over replicas
-    powersgd.end_step(skip)             # keep the errors of the step, unless it is skipped
+    powersgd.before_update(skip)        # keep the errors of the step, unless it is skipped
     powersgd.state_tensors()            # {"between.output.weight.error": DTensor, ...}
 
 Problem. Replicas (mesh axis dp_replicate) are joined by the slowest links, and sum every gradient
@@ -240,7 +240,7 @@ class PowerSGD(StepPart):
             next_q = torch.where(norm > 0, q / norm.clamp(min=TINY), old_qs[index])
             self.uncommitted[sharded.fqn] = error.view_as(gradient), next_q
 
-    def end_step(self, skip: Tensor) -> None:
+    def before_update(self, skip: Tensor) -> None:
         """Keep the errors and Qs of a step.
 
         skip: a scalar on the device, not read on the host; if it is 1, those before the step stay.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
-from titan_lite.feature import Feature, Kept, StepPart
+from titan_lite.feature import Feature, KeptNumbers, StepPart
 from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.models.shapes import ITEM_BYTES
 
@@ -59,15 +59,15 @@ class PowerSGDFeature(Feature):
         why = f'parallelism.replicate_compression = "{how}", which approximates'
         return config.replace(parallelism=keys.replace(replicate_compression="none")), why
 
-    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> Kept:
+    def kept_of_shard(self, config: Config, shape: Sequence[int]) -> KeptNumbers:
         from titan_lite.features.powersgd.compression import compressed_shape
 
         rank = PowerSGDKeys.of(config).replicate_rank
         matrix = compressed_shape(shape[0], shape[1:], rank)
         if matrix is None:
-            return Kept()
+            return KeptNumbers()
         error = math.prod(shape)
-        return Kept(always=error + rank * matrix[1], before_update=error)
+        return KeptNumbers(always=error + rank * matrix[1], before_update=error)
 
     def add_costs_after_backward(
         self, config: Config, costs: "Costs", specs: "Specs", machine: "Machine", axes: "Axes"

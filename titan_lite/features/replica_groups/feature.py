@@ -7,7 +7,7 @@ from titan_lite.environment import set_torchft_variables
 from titan_lite.feature import Feature
 
 if TYPE_CHECKING:
-    from titan_lite.features.replica_groups.groups import ReplicaGroups
+    from titan_lite.features.replica_groups.groups import SeveralGroups
     from titan_lite.trainer import Trainer
 
 
@@ -15,11 +15,11 @@ class ReplicaGroupsFeature(Feature):
     def is_on(self, config: Config) -> bool:
         return config.fault_tolerance.replica_groups > 1
 
-    def replica_groups(self, trainer: "Trainer") -> "ReplicaGroups":
+    def replica_groups(self, trainer: "Trainer") -> "SeveralGroups":
         set_torchft_variables()
-        from titan_lite.features.replica_groups.groups import ReplicaGroups
+        from titan_lite.features.replica_groups.groups import SeveralGroups
 
-        return ReplicaGroups(trainer)
+        return SeveralGroups(trainer)
 
 
 FEATURE = ReplicaGroupsFeature()

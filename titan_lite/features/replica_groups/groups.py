@@ -1,6 +1,6 @@
 """Train one run with several replica groups, of which some may be lost (fault_tolerance).
 
-    groups = ReplicaGroups(trainer)                  # in each group
+    groups = SeveralGroups(trainer)                  # in each group
     groups.join()                             # before the first step
     batches = groups.next_batches()           # those of the step that this group takes
     tokens = groups.sum_tokens(tokens)        # by which losses are divided
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from titan_lite import progress
-from titan_lite.alone import Alone, Totals
 from titan_lite.checkpoint.agreement import PARTS_OF_ERRORS, Member, differences, parts_of
 from titan_lite.checkpoint.run_identity import RunIdentity
 from titan_lite.checkpoint.steps import NEWEST
@@ -41,6 +40,7 @@ from titan_lite.dtensor import gradient_shard, local
 from titan_lite.environment import COPY, group_number
 from titan_lite.features.replica_groups.quorum import GroupState, Quorum, await_lighthouse
 from titan_lite.logging import OF_GROUP, console, events, logger
+from titan_lite.one_group import OneGroup, Totals
 from titan_lite.resilience import TrainingError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def why_apart(other: Member, own: Member) -> list[str]:
     return lines
 
 
-class ReplicaGroups(Alone):
+class SeveralGroups(OneGroup):
     """The groups of a run, as the trainer of one of them sees them."""
 
     has_several = True
@@ -391,7 +391,7 @@ class ReplicaGroups(Alone):
                     f" group {self.number} saves step {trainer.step} at once"
                 )
             logger.warning(line, extra={"event": "copies"})
-        trainer.save_here()
+        trainer.save()
 
     def take_over(self) -> None:
         """Write what is due as the only group that is left, but for what another one that lives is

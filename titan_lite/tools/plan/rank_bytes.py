@@ -16,7 +16,7 @@ from titan_lite.config.families import Shape
 from titan_lite.config.optimizers import OPTIMIZERS, Algorithm
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.tensor_parallel import largest_shard
-from titan_lite.feature import Kept, OwnedWork, features_of
+from titan_lite.feature import KeptNumbers, OwnedWork, features_of
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import FLOAT32_BYTES, ITEM_BYTES, matrices_in, numbers_in
 from titan_lite.sharding import share_out
@@ -49,19 +49,19 @@ def copied_table_shard(layout: Layout) -> int:
     return math.prod(largest_shard(layout, "tok_embeddings.weight", shape))
 
 
-def kept_of_shard(config: Config, shape: Sequence[int]) -> Kept:
+def kept_of_shard(config: Config, shape: Sequence[int]) -> KeptNumbers:
     """Return what features keep for a shard of this shape."""
     kept = [feature.kept_of_shard(config, shape) for feature in features_of(config)]
-    return Kept(sum(each.always for each in kept), sum(each.before_update for each in kept))
+    return KeptNumbers(sum(each.always for each in kept), sum(each.before_update for each in kept))
 
 
-def kept_by_features(config: Config, layout: Layout) -> Kept:
+def kept_by_features(config: Config, layout: Layout) -> KeptNumbers:
     """Return what features keep for all shards of a rank."""
     if not features_of(config):  # for searches, as most recipes turn none on
-        return Kept()
+        return KeptNumbers()
     shards = [largest_shard(layout, *named) for named in layout.shapes_of_rank.items()]
     kept = [kept_of_shard(config, shard) for shard in shards]
-    return Kept(sum(each.always for each in kept), sum(each.before_update for each in kept))
+    return KeptNumbers(sum(each.always for each in kept), sum(each.before_update for each in kept))
 
 
 def kept_bytes_of_block(config: Config, layout: Layout) -> float:

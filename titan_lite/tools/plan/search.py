@@ -36,7 +36,7 @@ from titan_lite.distributed.pipeline_schedule import (
     order_of,
     runs_halves,
 )
-from titan_lite.feature import Kept, low_precision
+from titan_lite.feature import KeptNumbers, low_precision
 from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
@@ -566,7 +566,7 @@ def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
 
 
 def _least_bytes(
-    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, kept: Kept, in_flight: bool
+    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, kept: KeptNumbers, in_flight: bool
 ) -> float:
     """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
     optimizer: the most of two moments of a step.

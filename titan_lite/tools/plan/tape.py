@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from titan_lite.cost.op_cost import flops_of
 from titan_lite.cost.timeline import own_bytes
-from titan_lite.feature import Kept
+from titan_lite.feature import KeptNumbers
 from titan_lite.graph import KINDS, is_fused_away, nbytes_of, storages, waits_of
 from titan_lite.tools.plan.costs import GRAPHS
 
@@ -92,7 +92,7 @@ class Weight:
     matrix: bool = False  # within a block, and no norm (models/fqns.py)
     of_experts: bool = False  # matrices of experts, of which a rank has some whole
     updated: bool = True  # by the optimizer; False: the copy of a tied table
-    kept: Kept = field(default_factory=Kept)  # by features
+    kept: KeptNumbers = field(default_factory=KeptNumbers)  # by features
 
     @property
     def is_sharded(self) -> bool:

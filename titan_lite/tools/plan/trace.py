@@ -63,7 +63,7 @@ from titan_lite.distributed.simple_fsdp import materialize
 from titan_lite.distributed.stage import Stage
 from titan_lite.distributed.step_gather import OncePerStepGatherer, StepGradients
 from titan_lite.dtensor import local
-from titan_lite.feature import Kept, features_of
+from titan_lite.feature import KeptNumbers, features_of
 from titan_lite.graph import parameter_all_gathers, parameters_of, wait_of
 from titan_lite.models.attention import fits_flash
 from titan_lite.models.fqns import is_matrix, is_of_experts
@@ -374,7 +374,7 @@ def weights_of(layout: PlannedLayout, specs: Specs) -> list[Weight]:
             updated=is_updated(layout, spec),
             kept=kept_of_shard(layout.config, (spec.chunk, *spec.row_shape))
             if is_updated(layout, spec)
-            else Kept(),
+            else KeptNumbers(),
         )
         for parameter, spec in specs.items()
     ]

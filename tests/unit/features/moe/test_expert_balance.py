@@ -56,13 +56,13 @@ def test_shares_are_those_of_the_last_step_that_counted():
     forward(m)
     counts = balance.own[:, :5].clone()
     assert counts.sum(1).tolist() == [64, 64]
-    balance.end_step(COUNTED)
+    balance.before_update(COUNTED)
     after = kept(m)
     for (share, bias), count in zip(after, counts, strict=True):
         torch.testing.assert_close(share, (count / 64).float())
         assert not bias.any()
     forward(m, sequences=1)
-    balance.end_step(SKIPPED)
+    balance.before_update(SKIPPED)
     for before, now in zip(after, kept(m), strict=True):
         assert all(map(torch.equal, before, now))
     assert balance.loads().shares.shape == (2, 5)
@@ -73,7 +73,7 @@ def test_a_bias_grows_by_the_sign_of_what_lacks():
     balance = balance_of(m, balance="bias", bias_update_rate=0.25)
     forward(m)
     counts = balance.own[:, :5].clone()
-    balance.end_step(COUNTED)
+    balance.before_update(COUNTED)
     for (share, bias), count in zip(kept(m), counts, strict=True):
         grown = torch.tensor([0.25 * (int(5 * n < 64) - int(5 * n > 64)) for n in count])
         torch.testing.assert_close(bias, grown - grown.mean())
@@ -81,7 +81,7 @@ def test_a_bias_grows_by_the_sign_of_what_lacks():
         assert bias.dtype == torch.float32
     before = kept(m)
     forward(m)
-    balance.end_step(SKIPPED)
+    balance.before_update(SKIPPED)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(before, kept(m), strict=True))
 
 
@@ -93,7 +93,7 @@ def test_biases_keep_the_digits_that_choose():
     balance = balance_of(m, balance="bias", bias_update_rate=2**-12)
     for _ in range(3):
         balance.own[:, :5] = torch.tensor([60.0, 1.0, 1.0, 1.0, 1.0])
-        balance.end_step(COUNTED)
+        balance.before_update(COUNTED)
     grown = torch.tensor([0.25, 0.0, -0.25, 0.5, 0.0]) + 3 * 2**-12 * torch.tensor([-1, 1, 1, 1, 1])
     torch.testing.assert_close(first.expert_bias, grown - grown.mean(), atol=1e-6, rtol=0)
 
@@ -103,7 +103,7 @@ def test_loads_are_of_the_steps_that_counted_since_the_last_ones():
     balance = balance_of(m, balance="none")
     for skip in (COUNTED, SKIPPED, COUNTED):
         forward(m)
-        balance.end_step(skip)
+        balance.before_update(skip)
     assert int(balance.window[:, :5].sum()) == 2 * 2 * 64
     loads = balance.loads()
     torch.testing.assert_close(loads.shares.sum(1), torch.ones(2, dtype=torch.float64))
@@ -112,7 +112,7 @@ def test_loads_are_of_the_steps_that_counted_since_the_last_ones():
     assert ((loads.entropies > 0) & (loads.entropies <= 1.61)).all()  # ln 5
     assert balance.loads() is None
     forward(m)
-    balance.end_step(SKIPPED)
+    balance.before_update(SKIPPED)
     assert balance.loads() is None
 
 
@@ -122,7 +122,7 @@ def test_experts_without_a_token_are_named():
     first.expert_bias = torch.tensor([9.0, 0, 0, 8.0, 0])
     balance = balance_of(m, balance="none")
     forward(m)
-    balance.end_step(COUNTED)
+    balance.before_update(COUNTED)
     loads = balance.loads()
     assert loads.idle[0] == [1, 2, 4]
     assert loads.relative[0].tolist() == [2.5, 0, 0, 2.5, 0]
@@ -156,7 +156,7 @@ def test_a_term_that_falls_while_loads_get_worse_is_told_with_its_layer(monkeypa
         later = GERRYMANDERED if line >= LINES // 2 else EVEN
         for fqn, probabilities in ((first, EVEN), (second, later)):
             choose_experts(torch.tensor([probabilities]), torch.zeros(3), 1, fqn)
-        balance.end_step(COUNTED)
+        balance.before_update(COUNTED)
         assert not caplog.records
         values[line] = balance.metrics(range(line, line + 1), None)
     assert values[0]["expert_balance/1"] == pytest.approx(1)

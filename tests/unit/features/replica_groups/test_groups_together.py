@@ -20,7 +20,7 @@ from titan_lite.features.replica_groups.groups import (
     IDENTITY,
     LINES,
     MAX_UNDONE,
-    ReplicaGroups,
+    SeveralGroups,
     digest_of,
     identity_of,
     why_apart,
@@ -105,7 +105,7 @@ def test_groups_on_disks_that_are_not_shared_are_told_the_folder():
 @pytest.mark.parametrize(("undone", "stops"), [(MAX_UNDONE, False), (MAX_UNDONE + 1, True)])
 def test_a_signal_is_heard_where_no_step_counts(undone, stops):
     """Else the sums of a step tell it to all groups."""
-    groups = object.__new__(ReplicaGroups)
+    groups = object.__new__(SeveralGroups)
     asked = []
     groups.undone = undone
     groups.trainer = SimpleNamespace(
@@ -129,7 +129,7 @@ def test_what_another_group_sends_is_taken_whole(monkeypatch):
     taken = {}
     weight = torch.zeros(3)
     parts = ("progress", "loader")
-    groups = object.__new__(ReplicaGroups)
+    groups = object.__new__(SeveralGroups)
     groups.identity = identity_of(identity(), 0, "here")
     groups.trainer = SimpleNamespace(
         step=7,
@@ -169,7 +169,7 @@ class Disk:
 
 def group_at(step, disk, *, last=12, stopped=False, **attributes):
     """Return a group that has become the first, of a run that saves every 4 steps."""
-    groups = object.__new__(ReplicaGroups)
+    groups = object.__new__(SeveralGroups)
     trainer = SimpleNamespace(
         rank=0,
         step=step,
@@ -182,7 +182,7 @@ def group_at(step, disk, *, last=12, stopped=False, **attributes):
         ),
         checkpointer=disk,
         metrics=SimpleNamespace(missing=list),
-        save_here=lambda: disk.steps.append(step),
+        save=lambda: disk.steps.append(step),
     )
     vars(groups).update(
         trainer=trainer, number=1, owes_save=True, is_first=True, living=1, **attributes
@@ -263,7 +263,7 @@ def test_a_group_that_is_not_the_first_leaves_when_the_last_step_is_on_disk():
     groups.is_first = False
     groups.write_files = lambda *, first: None
     groups.parts = lambda: {"progress": {"step": groups.trainer.step}}
-    groups.trainer.save_here = lambda: pytest.fail("another group saves")
+    groups.trainer.save = lambda: pytest.fail("another group saves")
     groups.leave()
     assert len(met) == 3
 

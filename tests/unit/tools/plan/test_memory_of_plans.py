@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.config import Optimizer
 from titan_lite.distributed.pipeline_schedule import backwards_of, computations, order_of
-from titan_lite.feature import Kept
+from titan_lite.feature import KeptNumbers
 from titan_lite.tools.plan import memory as module
 from titan_lite.tools.plan.memory import (
     HOPPER_WORKSPACE,
@@ -164,7 +164,7 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
 
 def test_what_features_keep_until_the_update_is_made_after_backward():
     mine = layout()
-    kept = Kept(always=WEIGHT.shard_elements + 512, before_update=WEIGHT.shard_elements)
+    kept = KeptNumbers(always=WEIGHT.shard_elements + 512, before_update=WEIGHT.shard_elements)
     weights = [dataclasses.replace(WEIGHT, kept=kept)]
     small = stage(weights, forward=[1], backward=[2, 0, ~0, ~1, ~2])
     found = memory_of(mine, [small], CPU)

@@ -20,7 +20,7 @@ class Totals(NamedTuple):
     stop_requests: Tensor
 
 
-class Alone:
+class OneGroup:
     """The only replica group of a run: a trainer asks it as it would ask several."""
 
     has_several = False
@@ -32,11 +32,13 @@ class Alone:
         self.trainer = trainer
 
     def join(self) -> bool:
-        """Take part in the run from its next step on; return False as `agree`."""
+        """Take part in the run from its next step on; return False if there is none to take part
+        in, since the run stops or is done.
+        """
         return True
 
     def agree(self) -> bool:
-        """Agree on the next step; return False if the run has to stop."""
+        """Agree with the other groups on the next step; return False as `join`."""
         return True
 
     def write_due(self) -> None:
