@@ -35,6 +35,11 @@ class MixtureOfExperts(Feature):
         )
         return config.replace(experts=keys.replace(capacity_factor=0)), why
 
+    def turned_off_by(self, change: Mapping[str, str]) -> Mapping[str, str]:
+        if change.get("parallelism.expert_parallel_degree") == "1":
+            return {"experts.capacity_factor": "0"}
+        return {}
+
     def plan_lines(self, config: Config) -> Sequence[str]:
         factor = ExpertsKeys.of(config).capacity_factor
         if not factor:

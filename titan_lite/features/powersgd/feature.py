@@ -59,6 +59,11 @@ class PowerSGDFeature(Feature):
         why = f'parallelism.replicate_compression = "{how}", which approximates'
         return config.replace(parallelism=keys.replace(replicate_compression="none")), why
 
+    def turned_off_by(self, change: Mapping[str, str]) -> Mapping[str, str]:
+        if change.get("parallelism.data_parallel_replicate_degree") == "1":
+            return {"parallelism.replicate_compression": "none"}
+        return {}
+
     def kept_of_shard(self, config: Config, shape: Sequence[int]) -> KeptNumbers:
         from titan_lite.features.powersgd.compression import compressed_shape
 

@@ -36,7 +36,7 @@ from titan_lite.distributed.pipeline_schedule import (
     order_of,
     runs_halves,
 )
-from titan_lite.feature import KeptNumbers, low_precision
+from titan_lite.feature import KeptNumbers, features_of, low_precision
 from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
@@ -54,7 +54,6 @@ from titan_lite.tools.plan.simulate import table_seconds
 from titan_lite.tools.plan.summary import describe_degrees, part_name
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 
-COMPRESSION = "parallelism.replicate_compression"
 MODE = "activation_checkpoint.mode"
 OPTION = "activation_checkpoint.selective_ac_option"
 # From the most memory and the least recomputation to the opposite.
@@ -248,8 +247,9 @@ def powers_of_two(most: int) -> list[int]:
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
     """Yield combinations of degrees, local batch size, checkpointing, schedule and
     fsdp_communication at `sequences` per step, with tensor and expert parallelism inside a node.
-    Some are refused when they are laid out.
+    Some are refused when they are laid out. What would have no effect is turned off.
     """
+    features = features_of(config)
     for degrees in degrees_on(config, world_size, machine, sequences):
         of_rank = sequences // (degrees["dp_replicate"] * degrees["dp_shard"])
         has_pipeline = degrees["pp"] > 1
@@ -257,9 +257,6 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
         if has_pipeline:
             halved = sorted(name for name in SCHEDULES if SCHEDULES[name].splits_backward)
             schedules = ["1F1B", "Interleaved1F1B", *halved]
-        without_copies: Change = {}
-        if degrees["dp_replicate"] == 1 and COMPRESSION in flatten(config):
-            without_copies = {COMPRESSION: "none"}
         for batch, checkpointing, experts in itertools.product(
             _local_batches(of_rank, degrees["pp"]),
             CHECKPOINTING,
@@ -268,7 +265,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
             has_microbatches = batch < of_rank or has_pipeline
             communication = ("step", "microbatch") if has_microbatches else ("step",)
             for schedule, when in itertools.product(schedules, communication):
-                yield {
+                change = {
                     **{
                         f"parallelism.{DEGREES[axis]}": str(degree)
                         for axis, degree in degrees.items()
@@ -280,22 +277,20 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
                     "parallelism.pipeline_parallel_schedule": schedule,
                     "parallelism.fsdp_communication": when,
                     "compile.bucketing": config.compile.bucketing,
-                    **without_copies,
                 }
+                for feature in features:
+                    change |= feature.turned_off_by(change)
+                yield change
 
 
 def expert_degrees(config: Config, machine: Machine, ranks: int) -> list[Change]:
     """Return the degrees of expert parallelism for so many ranks of a pipeline stage: none, or
-    those inside a node. With one, experts have the recipe's capacity.
+    those inside a node.
     """
     if not shape_of(config.model).n_experts:
         return [{}]
-    own = str(flatten(config).get("experts.capacity_factor", 0))
     return [
-        {
-            "parallelism.expert_parallel_degree": str(degree),
-            "experts.capacity_factor": own if degree > 1 else "0",
-        }
+        {"parallelism.expert_parallel_degree": str(degree)}
         for degree in powers_of_two(machine.ranks_per_node)
         if ranks % degree == 0
     ]
@@ -345,8 +340,11 @@ def label(change: Change) -> str:
 
 def differing(config: Config, change: Change) -> Change:
     """Return the keys of a change that differ from the recipe."""
-    own = flatten(config)
-    return {key: value for key, value in change.items() if str(own[key]) != value}
+    own = {
+        key: str(value).lower() if isinstance(value, bool) else str(value)  # as in an option
+        for key, value in flatten(config).items()
+    }
+    return {key: value for key, value in change.items() if own[key] != value}
 
 
 def _local_batches(sequences: int, pp: int) -> list[int]:

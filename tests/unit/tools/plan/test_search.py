@@ -113,13 +113,43 @@ def test_experts_are_split_inside_a_node_or_not_at_all():
     config = Config(model=mixture, experts=ExpertsKeys(capacity_factor=1.5))
     found = list(space(config, 16, H100, 16))
     with_capacity = {
-        (change["parallelism.expert_parallel_degree"], change["experts.capacity_factor"])
+        (
+            change["parallelism.expert_parallel_degree"],
+            change.get("experts.capacity_factor", "1.5"),
+        )
         for change in found
     }
     assert with_capacity == {("1", "0"), ("2", "1.5"), ("4", "1.5"), ("8", "1.5")}
     assert any(", experts over 8" in label(change) for change in found)
     dense = list(space(Config(model=Model(flavor="8B")), 16, H100, 16))
     assert not any("parallelism.expert_parallel_degree" in change for change in dense)
+
+
+@pytest.mark.parametrize(
+    ("turned_on", "degree", "key", "off"),
+    [
+        (
+            ["--compile.enable", "--parallelism.enable_async_tensor_parallel"],
+            "parallelism.tensor_parallel_degree",
+            "parallelism.enable_async_tensor_parallel",
+            "false",
+        ),
+        (
+            ["--parallelism.replicate_compression=powersgd"],
+            "parallelism.data_parallel_replicate_degree",
+            "parallelism.replicate_compression",
+            "none",
+        ),
+    ],
+    ids=["async", "powersgd"],
+)
+def test_what_a_layout_turns_off_is_among_the_keys_of_the_best(turned_on, degree, key, off):
+    config = load_config("llama3_8b", [*turned_on, f"--{degree}=2"])
+    found = list(space(config, 16, H100, 32))
+    assert {change[degree] for change in found} >= {"1", "2"}
+    for change in found:
+        assert differing(config, change).get(key) == (off if change[degree] == "1" else None)
+    assert all(key not in change for change in space(load_config("llama3_8b", []), 16, H100, 32))
 
 
 def test_pipelines_have_16_ranks_at_most_or_as_many_as_the_recipes():
