@@ -98,8 +98,9 @@ class LabelScores:
         return torch.stack((log_p, self._over_ranks(is_beaten.float(), "max")), dim=-1)
 
     def _over_ranks(self, values: Tensor, operation: str) -> Tensor:
-        axis = self.vocabulary.axis
-        return all_reduce(values, operation, axis.group) if axis.degree > 1 else values
+        if self.vocabulary.degree == 1:
+            return values
+        return all_reduce(values, operation, self.vocabulary.group)
 
 
 def counted(labels: Tensor) -> Tensor:

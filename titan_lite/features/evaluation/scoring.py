@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_lite.distributed.context_parallel import whole_sequences
-from titan_lite.distributed.mesh import axis_of, data_rank
+from titan_lite.distributed.mesh import data_rank
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.distributed.pipeline import Pipeline
-from titan_lite.distributed.tensor_parallel import all_tokens_on_each_rank
+from titan_lite.distributed.tensor_parallel import all_tokens_on_each_rank, axis_of
 from titan_lite.models.loss import IGNORE_INDEX, LabelScores, VocabularyShard
 from titan_lite.models.transformer import Transformer, rope_tables
 
@@ -114,8 +114,9 @@ class _Scorer:
     def __init__(self, stage: Transformer, model: ParallelModel):
         self.stage = stage
         self.rope = rope_tables(stage.config, range(stage.config.max_seq_len), model.device)
+        tp = axis_of(model.mesh["tp"])
         self.scores = LabelScores(
-            VocabularyShard(stage.config.vocab_size, axis_of(model.mesh["tp"]))
+            VocabularyShard(stage.config.vocab_size, tp.rank, tp.degree, tp.group)
         )
 
     def __enter__(self) -> "_Scorer":
