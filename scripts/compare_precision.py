@@ -45,8 +45,7 @@ COMMON = (
 
 def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)  # which reads the variable only when it is imported
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     Trainer(load_config(RECIPE, [*COMMON.split(), *arguments])).train()
     os._exit(0)

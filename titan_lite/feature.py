@@ -17,7 +17,7 @@ with only where a method needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,10 +177,6 @@ class Feature:
         """Return the feature's parts of a training step. model: allocated and initialized."""
         return ()
 
-    def measurements(self, trainer: Trainer) -> Sequence[Measurement]:
-        """Return what is measured between steps, beside validation. trainer: before its resume."""
-        return ()
-
     def replica_groups(self, trainer: Trainer) -> OneGroup | None:
         """Return the replica groups that share the run; None if it is alone."""
         return None
@@ -229,18 +225,6 @@ class Feature:
     def plan_lines(self, config: Config) -> Sequence[str]:
         """Return lines for the end of a plan."""
         return ()
-
-
-class Measurement(NamedTuple):
-    """What is measured before the first step, every `freq` steps and at the end. It changes nothing
-    of training, and its time is not that of steps.
-    """
-
-    name: str  # of its time: "seconds_evaluation" in metrics.jsonl
-    freq: int
-    # The values for metrics.jsonl; None if the run stops meanwhile: it is done again at the resume.
-    # A collective.
-    measure: Callable[[], Mapping[str, float] | None]
 
 
 class Repeat(NamedTuple):

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ from titan_lite.distributed.process_group import (
 )
 from titan_lite.dtensor import gradient_shard
 from titan_lite.environment import folder_of_group, group_number
-from titan_lite.feature import Measurement, Repeat, StepPart, features_of
+from titan_lite.feature import Repeat, StepPart, features_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger, telling_if_slow
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
@@ -106,7 +106,6 @@ class Progress:
     step: int = 0  # optimizer steps done, skipped ones included
     tokens_seen: int = 0  # counted tokens of these steps, over all ranks
     validation_due: bool = False  # before the next step
-    measurements_due: list[str] = field(default_factory=list)  # likewise, by their names
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,9 +114,6 @@ class Progress:
         self.step = manifest.validated(NonNegativeInt, state, "step")
         self.tokens_seen = manifest.validated(NonNegativeInt, state, "tokens_seen")
         self.validation_due = manifest.validated(bool, state, "validation_due")
-        self.measurements_due = []
-        if "measurements_due" in state:  # older steps have none
-            self.measurements_due = manifest.validated(list[str], state, "measurements_due")
 
 
 class Trainer:
@@ -160,7 +156,6 @@ class Trainer:
     bad_documents: BadDocumentsLog
     bos_id: int  # the token that begins a document, for training.mask_documents
 
-    measurements: list[Measurement]  # of the features that the recipe turns on
     progress: Progress
     replica_groups: OneGroup  # which share the steps of this run
     skipped_steps: SkippedSteps
@@ -343,12 +338,6 @@ class Trainer:
         self.has_done_step = False
         self.skipped_steps = SkippedSteps(config.training, config.optimizer.lr, self.device)
         self.stop = StopSignal(self.device, self.describe_stop)
-        self.measurements = [
-            measurement
-            for feature in features_of(config)
-            for measurement in feature.measurements(self)
-        ]
-        self.progress.measurements_due = [measurement.name for measurement in self.measurements]
 
     def build_metrics(self) -> None:
         """Build what measures the run and writes it."""
@@ -422,9 +411,6 @@ class Trainer:
         if self.progress.validation_due and not stops:
             self.start_times.begin("validation")
             self.validate()
-        if self.progress.measurements_due and not self.stop.requested:
-            self.start_times.begin("measurements")
-            self.measure()
         self.start_times.begin("first step")
         while going_on and not self.is_finished and not self.stop.requested:
             self.begin_step()
@@ -461,9 +447,6 @@ class Trainer:
         self.progress.validation_due = self.config.validation.enable and self.is_due(
             self.config.validation.freq
         )
-        self.progress.measurements_due = [
-            measurement.name for measurement in self.measurements if self.is_due(measurement.freq)
-        ]
         events.step = self.step
         progress.beat(f"step {self.step}")
         for hook in self.hooks:
@@ -491,8 +474,6 @@ class Trainer:
             self.log_metrics()
         if self.progress.validation_due and not self.stop.requested:
             self.validate()
-        if not self.stop.requested:
-            self.measure()
         if config.checkpoint.enable:
             if self.is_due(config.checkpoint.interval) or self.stop.requested:
                 if self.replica_groups.is_first:
@@ -670,18 +651,6 @@ class Trainer:
         self.has_validated = True
         self.progress.validation_due = False
 
-    def measure(self) -> None:
-        """Log what features measure now. A run that stops meanwhile repeats it when it resumes."""
-        for name, _, measure in self.measurements:
-            if name not in self.progress.measurements_due:
-                continue
-            with self.throughput.exclude(name), progress.phase(name, self.compile_limit):
-                values = measure()
-            if values is None:
-                return
-            self.metrics.log(self.step, values)
-            self.progress.measurements_due.remove(name)
-
     # Metrics
 
     def read_metrics(self, *, wait: bool) -> None:
@@ -821,10 +790,6 @@ class Trainer:
         saved.load_into(stateful)
         if not self.config.validation.enable:
             self.progress.validation_due = False
-        known = [measurement.name for measurement in self.measurements]
-        self.progress.measurements_due = [
-            name for name in self.progress.measurements_due if name in known
-        ]
 
     # State of the run
 
@@ -846,8 +811,7 @@ class Trainer:
     @property
     def needs_resume(self) -> bool:
         """True if a run that stops now has to be resumed."""
-        is_due = self.progress.validation_due or bool(self.progress.measurements_due)
-        return self.step < self.config.training.steps or is_due
+        return self.step < self.config.training.steps or self.progress.validation_due
 
     def is_due(self, interval: int) -> bool:
         """Return True if what happens every `interval` steps, and at the last, happens now."""

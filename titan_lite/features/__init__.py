@@ -30,7 +30,6 @@ FEATURES = (
     "cost_buckets",
     "async_tp",
     "split_backward",
-    "evaluation",
 )
 
 

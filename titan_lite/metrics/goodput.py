@@ -7,7 +7,6 @@ The times are those of metrics.jsonl and events.jsonl, over all starts of the ru
 
     start         until the first step of a process, and what its first steps take longer
     validation
-    evaluation    of tasks ([evaluation])
     saving        that training waits for
     waiting       of a replica group for others (fault_tolerance)
     recovery      of a group that takes the state of another one
@@ -162,5 +161,6 @@ def _wall_time_and_starts(folder: Path) -> tuple[float, float]:
 
 def _seconds_before_first_step(parts: Mapping[str, float]) -> float:
     """Return the seconds of a start (start_times.py) that no line of metrics.jsonl has."""
-    counted = ("first step", "validation", "measurements")
-    return sum(seconds for part, seconds in parts.items() if part not in counted)
+    return sum(
+        seconds for part, seconds in parts.items() if part not in ("first step", "validation")
+    )

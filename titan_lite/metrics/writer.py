@@ -39,11 +39,6 @@ of an MoE model, over the steps since the line before
                             equally loaded ones, the most of a layer and microbatch
     repeated_steps          likewise: steps that ran again with memory for all of them
 
-of tasks, with [evaluation]
-
-    evaluation/TASK/METRIC  a score of lm-evaluation-harness
-    evaluation/TASK/METRIC_stderr
-
 and for each source of a data mix, where NAME is the end of its path, or its dataset
 
     loss_by_source/NAME     nats per token of that source, over all steps since the line before
@@ -146,8 +141,7 @@ class MetricsWriter:
 
         The first one tells lines of a step apart.
         """
-        if shown := self._shown(values):
-            logger.info("  ".join([f"step {step:>4}", *shown]))
+        logger.info("  ".join([f"step {step:>4}", *self._shown(values)]))
         others = [line for line in self.lines if line["step"] == step]
         self.lines = [*others, _line_of(step, values)]
         self.write(step, values)

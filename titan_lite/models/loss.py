@@ -61,48 +61,6 @@ class Loss:
         return cross_entropy_on_ranks(F.linear(hidden, weight), labels, vocabulary)
 
 
-class LabelScores:
-    """In the place of a Loss, without gradients: hidden states (B, T, C), the projection to this
-    rank's entries of the vocabulary (v, C) and labels (B, T) -> (B, 2), float64: the summed
-    log-probability of the counted labels of each sequence, nats, and how many of these are not the
-    likeliest entry, of equal ones the first.
-
-    Where ranks share the vocabulary, each has the full result. Only counted labels have logits, of
-    `chunk` tokens at a time.
-    """
-
-    def __init__(self, vocabulary: VocabularyShard, *, chunk: int = 1024):
-        self.vocabulary = vocabulary
-        self.chunk = chunk
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        rows, columns = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
-        scores = hidden.new_zeros(len(labels), 2, dtype=torch.float64)
-        for row, column in zip(rows.split(self.chunk), columns.split(self.chunk), strict=True):
-            logits = F.linear(hidden[row, column], weight)
-            scores.index_add_(0, row, self._of_tokens(logits, labels[row, column]).double())
-        return scores
-
-    def _of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the scores of tokens, (N, 2), from their logits (N, v) and labels (N,)."""
-        vocabulary = self.vocabulary
-        index, inside = vocabulary.find(labels)
-        own = torch.stack((logits.float(), _log_probabilities(logits, vocabulary)))
-        own = own.gather(-1, index.expand(2, -1).unsqueeze(-1)).squeeze(-1) * inside
-        logit, log_p = self._over_ranks(own, "sum")
-        own_range = vocabulary.entries
-        entries = torch.arange(own_range.start, own_range.stop, device=labels.device)
-        difference = logits.float() - logit.unsqueeze(-1)
-        comes_first = entries < labels.unsqueeze(-1)
-        is_beaten = ((difference > 0) | ((difference == 0) & comes_first)).any(-1)
-        return torch.stack((log_p, self._over_ranks(is_beaten.float(), "max")), dim=-1)
-
-    def _over_ranks(self, values: Tensor, operation: str) -> Tensor:
-        if self.vocabulary.degree == 1:
-            return values
-        return all_reduce(values, operation, self.vocabulary.group)
-
-
 def counted(labels: Tensor) -> Tensor:
     """Return the number of counted labels of each sequence: (B, T) -> (B,)."""
     return (labels != IGNORE_INDEX).sum(1)

@@ -1,1 +1,0 @@
-"""Scores of lm-evaluation-harness, on the sharded model as it trains."""
