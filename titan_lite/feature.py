@@ -17,7 +17,7 @@ with only where a method needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +177,12 @@ class Feature:
         """Return the feature's parts of a training step. model: allocated and initialized."""
         return ()
 
+    def measurements(self, trainer: Trainer) -> Sequence[Measurement]:
+        """Return what is measured of the weights between steps. trainer: with its model and data,
+        before a checkpoint is loaded.
+        """
+        return ()
+
     def replica_groups(self, trainer: Trainer) -> OneGroup | None:
         """Return the replica groups that share the run; None if it is alone."""
         return None
@@ -225,6 +231,30 @@ class Feature:
     def plan_lines(self, config: Config) -> Sequence[str]:
         """Return lines for the end of a plan."""
         return ()
+
+
+class Measured(NamedTuple):
+    """Numbers of one step."""
+
+    values: Mapping[str, float]  # for a line of metrics.jsonl (metrics/writer.py)
+    shown: str  # of these in the log, in words
+
+
+class Measurement:
+    """Something that is measured of the weights before the first step, and after every `freq`-th
+    and the last one. It changes nothing of training. Its time does not count as that of steps, and
+    a run that stops meanwhile repeats it when it resumes.
+    """
+
+    name: str  # in checkpoints, and of its seconds in metrics
+    freq: int
+
+    def measure(self, stops: Callable[[], bool]) -> Measured | None:
+        """Return what is found; None if the run stops. A collective of all ranks.
+
+        stops: asks all ranks whether the run stops, to be called now and then.
+        """
+        raise NotImplementedError
 
 
 class Repeat(NamedTuple):

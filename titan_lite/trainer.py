@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ from titan_lite.distributed.process_group import (
 )
 from titan_lite.dtensor import gradient_shard
 from titan_lite.environment import folder_of_group, group_number
-from titan_lite.feature import Repeat, StepPart, features_of
+from titan_lite.feature import Measurement, Repeat, StepPart, features_of
 from titan_lite.hooks import Hook, build_hooks
 from titan_lite.logging import events, logger, telling_if_slow
 from titan_lite.metrics.deferred import DeferredMetrics, StepMetrics
@@ -106,6 +106,7 @@ class Progress:
     step: int = 0  # optimizer steps done, skipped ones included
     tokens_seen: int = 0  # counted tokens of these steps, over all ranks
     validation_due: bool = False  # before the next step
+    measurements_due: list[str] = field(default_factory=list)  # likewise, by name
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,6 +115,9 @@ class Progress:
         self.step = manifest.validated(NonNegativeInt, state, "step")
         self.tokens_seen = manifest.validated(NonNegativeInt, state, "tokens_seen")
         self.validation_due = manifest.validated(bool, state, "validation_due")
+        # absent in checkpoints of 0.1
+        due = {"measurements_due": [], **state}
+        self.measurements_due = manifest.validated(list[str], due, "measurements_due")
 
 
 class Trainer:
@@ -151,6 +155,7 @@ class Trainer:
     validation_loader: Loader | None
     per_source: PerSource  # tokens and loss of each source of a data mix
     validation_per_source: PerSource
+    measurements: list[Measurement]  # of the features that the recipe turns on
     has_done_step: bool  # in this process
     has_validated: bool  # in this process, so that validation is compiled
     bad_documents: BadDocumentsLog
@@ -306,6 +311,11 @@ class Trainer:
             )
             self.validation_per_source = PerSource(data.source_names(), self.mesh, self.device)
 
+        self.measurements = [
+            each for feature in features_of(config) for each in feature.measurements(self)
+        ]
+        self.progress.measurements_due = [each.name for each in self.measurements]
+
     def loader_of(
         self,
         data: Data,
@@ -411,6 +421,9 @@ class Trainer:
         if self.progress.validation_due and not stops:
             self.start_times.begin("validation")
             self.validate()
+        if self.progress.measurements_due and not stops:
+            self.start_times.begin("measurements")
+            self.measure()
         self.start_times.begin("first step")
         while going_on and not self.is_finished and not self.stop.requested:
             self.begin_step()
@@ -447,6 +460,9 @@ class Trainer:
         self.progress.validation_due = self.config.validation.enable and self.is_due(
             self.config.validation.freq
         )
+        self.progress.measurements_due = [
+            each.name for each in self.measurements if self.is_due(each.freq)
+        ]
         events.step = self.step
         progress.beat(f"step {self.step}")
         for hook in self.hooks:
@@ -474,6 +490,7 @@ class Trainer:
             self.log_metrics()
         if self.progress.validation_due and not self.stop.requested:
             self.validate()
+        self.measure()
         if config.checkpoint.enable:
             if self.is_due(config.checkpoint.interval) or self.stop.requested:
                 if self.replica_groups.is_first:
@@ -651,6 +668,22 @@ class Trainer:
         self.has_validated = True
         self.progress.validation_due = False
 
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Log what features measure of the weights, where it is due."""
+        for each in self.measurements:
+            if each.name not in self.progress.measurements_due or self.stop.requested:
+                continue
+            with (
+                self.throughput.exclude(each.name),
+                progress.phase(each.name, "init_timeout_seconds"),
+            ):
+                found = each.measure(self.poll_stop)
+            if found is None:
+                return
+            self.metrics.log(self.step, found.values, found.shown)
+            self.progress.measurements_due.remove(each.name)
+
     # Metrics
 
     def read_metrics(self, *, wait: bool) -> None:
@@ -790,6 +823,10 @@ class Trainer:
         saved.load_into(stateful)
         if not self.config.validation.enable:
             self.progress.validation_due = False
+        due = self.progress.measurements_due
+        self.progress.measurements_due = [
+            each.name for each in self.measurements if each.name in due
+        ]
 
     # State of the run
 
@@ -811,7 +848,8 @@ class Trainer:
     @property
     def needs_resume(self) -> bool:
         """True if a run that stops now has to be resumed."""
-        return self.step < self.config.training.steps or self.progress.validation_due
+        waits = self.progress.validation_due or bool(self.progress.measurements_due)
+        return self.step < self.config.training.steps or waits
 
     def is_due(self, interval: int) -> bool:
         """Return True if what happens every `interval` steps, and at the last, happens now."""

@@ -25,6 +25,7 @@ FEATURES = (
     "powersgd",
     "replica_groups",
     "own_family",
+    "evaluation",
     "watchdog",
     "replica_check",
     "cost_buckets",

@@ -136,14 +136,17 @@ class MetricsWriter:
             self._append("\n")
         return bool(before)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], others: str = "") -> None:
         """Show and write the metrics of a step; those without a format are written only.
+
+        others: what is shown of these, in words.
 
         The first one tells lines of a step apart.
         """
-        logger.info("  ".join([f"step {step:>4}", *self._shown(values)]))
-        others = [line for line in self.lines if line["step"] == step]
-        self.lines = [*others, _line_of(step, values)]
+        shown = [*self._shown(values), *([others] if others else [])]
+        logger.info("  ".join([f"step {step:>4}", *shown]))
+        of_step = [line for line in self.lines if line["step"] == step]
+        self.lines = [*of_step, _line_of(step, values)]
         self.write(step, values)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -204,7 +204,7 @@ def _compute_chunks(
         counted = label != IGNORE_INDEX
         own, inside = vocabulary.find(label)
         own = own.unsqueeze(-1)
-        log_p = _log_probabilities(F.linear(x, weight), vocabulary)
+        log_p = log_probabilities(F.linear(x, weight), vocabulary)
         losses.append(-log_p.gather(-1, own).squeeze(-1).where(inside & counted, 0.0))
         if with_gradients:
             # of the logits, p - 1 at the label; it is masked where it has become narrow
@@ -226,7 +226,7 @@ def _compute_chunks(
     )
 
 
-def _log_probabilities(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
+def log_probabilities(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
     """Return the log-probabilities of this rank's entries: (t, v) -> (t, v), float32."""
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)  # as if this rank had all entries
     if vocabulary.axis.degree == 1:
