@@ -59,7 +59,7 @@ def write_tasks(folder):
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(each) + "\n" for each in DOCUMENTS[name]))
         (tasks / f"{name}.yaml").write_text(
-            f"{text}dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
-            "test_split: test\nmetadata: {version: 1}\n"
+            f"{text}dataset_path: json\ntest_split: test\nmetadata: {{version: 1}}\n"
+            f"dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {folder}/cache}}\n"
         )
     return str(tasks)

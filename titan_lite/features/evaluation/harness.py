@@ -55,10 +55,7 @@ class Scores(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """A sharded model as lm_eval sees it: one rank, which answers all requests.
-
-    stops: is called between batches on all ranks alike; True ends the evaluation with Stopped.
-    """
+    """A sharded model as lm_eval sees it: one rank, which answers all requests."""
 
     def __init__(
         self,
@@ -66,8 +63,13 @@ class HarnessModel(TemplateLM):
         tokenizer: "Tokenizer",
         batch_size: int,
         max_length: int,
-        stops: Callable[[], bool],
+        *,
+        bos: bool = True,
+        stops: Callable[[], bool] = lambda: False,
     ):
+        """bos: texts begin with BOS, as documents do in training. stops: is called between batches,
+        on all ranks alike; True ends the evaluation with Stopped.
+        """
         super().__init__()
         self.model = model
         self.of_run = tokenizer
@@ -75,7 +77,7 @@ class HarnessModel(TemplateLM):
         self.max_length = max_length
         self.stops = stops
         self.special = frozenset(tokenizer.special_tokens.values())
-        self.begins_texts = _begins_texts(tokenizer)
+        self.bos = bos
 
     # What lm_eval asks of a tokenizer
 
@@ -93,9 +95,7 @@ class HarnessModel(TemplateLM):
         add_special_tokens: bool | None = None,
         **_: Any,
     ) -> list[int]:
-        """Return the tokens of a text; None: with BOS if the tokenizer's file puts it there."""
-        bos = self.begins_texts if add_special_tokens is None else add_special_tokens
-        return self.of_run.encode(string, bos=bos and self.begins_texts)
+        return self.of_run.encode(string, bos=self.bos and add_special_tokens is not False)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
@@ -207,9 +207,9 @@ class HarnessModel(TemplateLM):
             raise Stopped
 
 
-def _begins_texts(tokenizer: "Tokenizer") -> bool:
-    """Return True if a tokenizer puts BOS before a text, as Llama 3's does, where it is read by
-    Hugging Face's libraries.
+def puts_bos(tokenizer: "Tokenizer") -> bool:
+    """Return True if Hugging Face's libraries put BOS before a text with a tokenizer, as with Llama
+    3's. Training always does.
     """
     if not isinstance(tokenizer, JsonTokenizer):
         return True
@@ -239,12 +239,20 @@ class Evaluation:
     names: Sequence[str]  # of the tasks that the user asked for
     batch_size: int  # requests at a time on a rank
     max_length: int  # tokens of a request
+    bos: bool = True  # texts begin with BOS
     limit: int = 0  # documents of each task; 0: all
     is_first: bool = True  # of all ranks, this one computes standard errors without a formula
 
     def run(self, stops: Callable[[], bool] = lambda: False) -> Scores:
         """Return the scores. A collective of all ranks. Raises Stopped."""
-        lm = HarnessModel(self.model, self.tokenizer, self.batch_size, self.max_length, stops)
+        lm = HarnessModel(
+            self.model,
+            self.tokenizer,
+            self.batch_size,
+            self.max_length,
+            bos=self.bos,
+            stops=stops,
+        )
         for task in self.tasks["tasks"].values():
             task.set_fewshot_seed(seed=SEED)  # the same examples in each evaluation
         with quiet():
@@ -275,6 +283,10 @@ def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> S
             values[f"{PREFIX}/{task}/{key}"] = float(value)
             if task in names and not metric.endswith("_stderr"):
                 error = of_task.get(f"{metric}_stderr,{filtered}")
-                with_error = f" ± {error:.4f}" if isinstance(error, numbers.Real) else ""
-                shown.append(f"{task} {key} {value:.4f}{with_error}")
+                with_error = f" ± {_shown(error)}" if isinstance(error, numbers.Real) else ""
+                shown.append(f"{task} {key} {_shown(value)}{with_error}")
     return Scores(values, "  ".join(shown))
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"  # of a perplexity

@@ -52,7 +52,10 @@ def load_tasks(
     from lm_eval.tasks import TaskManager
 
     with quiet():
-        manager = TaskManager(include_path=folder or None)
+        # To read all of lm_eval's own tasks takes ten seconds.
+        manager = TaskManager(include_path=folder or None, include_defaults=not folder)
+        if not set(names) <= set(manager.all_tasks):
+            manager = TaskManager(include_path=folder or None)
         for name in names:
             if name not in manager.all_tasks:
                 hint = did_you_mean(name, manager.all_tasks, otherwise="; use one that lm_eval has")
