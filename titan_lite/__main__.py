@@ -33,6 +33,7 @@ TOOLS = {
     "convert": "titan_lite.tools.convert",
     "average": "titan_lite.tools.average",
     "generate": "titan_lite.tools.generate",
+    "evaluate": "titan_lite.tools.evaluate",
 }
 _is_interrupted = False  # by a signal
 _forking = 0  # process id of the process that forks
@@ -48,6 +49,7 @@ usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prin
   convert   convert weights from and to Hugging Face's format
   average   average the weights of several checkpoints
   generate  continue a text with a run's weights
+  evaluate  score a checkpoint in tasks of lm-evaluation-harness
 """
 
 
