@@ -204,6 +204,13 @@ FAULTS = (
         "",
         ("unit/rules/test_fixes.py",),
     ),
+    # A token of the prompt is scored in place of the last one.
+    Fault(
+        "features/evaluation/log_likelihoods.py",
+        "labels[row, end - scored : end] = torch.tensor(text[-scored:])",
+        "labels[row, end - scored : end] = torch.tensor(text[-scored - 1 : -1])",
+        ("distributed/test_evaluation.py",),
+    ),
     # Parameters of other shapes than the Family says are admitted.
     Fault(
         "features/own_family/check.py",

@@ -240,8 +240,19 @@ HERE = {
     "python -m titan_lite --help": Run("shipped recipes: debug_model", quick=True),
 }
 FIRST = "./run_train.sh"  # the fixture
-# What needs a cluster, or nothing but a package index; the tests that have these.
+# What needs a cluster, the hub, or nothing but a package index; the tests that have these.
 ELSEWHERE = {
+    "pip install 'titan_lite[evaluation]'": "test_a_package_that_is_not_here",
+    "./run_train.sh --evaluation.tasks hellaswag,arc_easy --evaluation.freq 1000 --evaluation.limit 200": (
+        "test_training_is_the_same_with_and_without_evaluation_and_a_stop_in_one_repeats_it"
+    ),
+    **dict.fromkeys(
+        (
+            "python -m titan_lite evaluate outputs/debug_model --tasks hellaswag arc_easy --limit 200",
+            "torchrun --nproc-per-node 8 -m titan_lite evaluate Llama-3.1-8B --tasks hellaswag --tp 2",
+        ),
+        "test_the_tool_scores_a_checkpoint_as_its_run_did_on_any_number_of_processes",
+    ),
     "sbatch --nodes 2 --gpus-per-node 8 --exclusive --mem 0 --time 24:00:00 scripts/train.slurm train_configs/llama3_8b.toml": (
         "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly"
     ),

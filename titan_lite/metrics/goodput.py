@@ -7,6 +7,7 @@ The times are those of metrics.jsonl and events.jsonl, over all starts of the ru
 
     start         until the first step of a process, and what its first steps take longer
     validation
+    evaluation    scores in tasks
     saving        that training waits for
     waiting       of a replica group for others (fault_tolerance)
     recovery      of a group that takes the state of another one

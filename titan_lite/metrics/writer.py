@@ -19,13 +19,19 @@ a line {"resumed_from": step}; if a step occurs twice, the later line counts.
                             memory of a CPU process
     data_wait               time spent waiting for the loader, percent
     step_time               seconds per step
-    seconds_CAUSE           since the line before, not in step_time: of validation, saving, waiting,
-                            recovery or undone steps, if there were any (goodput.py)
+    seconds_CAUSE           since the line before, not in step_time: of validation, evaluation,
+                            saving, waiting, recovery or undone steps, if there were any
+                            (goodput.py)
     copies                  replica groups that took part in the step, with fault_tolerance
     bad_documents           bad documents skipped since the data of the run began, with
                             data.on_bad_document = "skip"
     empty_documents         empty texts skipped since this start, if there were any
     short_documents         documents skipped since this start, with data.min_document_tokens
+
+of [evaluation], for each metric of a task, in a line of its own
+
+    evaluation/TASK/METRIC  the score; a filter of the task follows as /FILTER
+    evaluation/TASK/METRIC_stderr  its standard error, if the task has one
 
 of an MoE model, over the steps since the line before
 

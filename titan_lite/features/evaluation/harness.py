@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 BOOTSTRAPS = 1000  # samples for a standard error that has no formula, as of a perplexity
 PREFIX = "evaluation"
+ERROR = "_stderr"  # after the name of a score
 
 
 class Stopped(Exception):
@@ -279,10 +280,12 @@ def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> S
             metric, comma, filtered = name.partition(",")
             if not comma or not isinstance(value, numbers.Real):  # a name, or N/A
                 continue
-            key = metric if filtered == "none" else f"{metric}/{filtered}"
-            values[f"{PREFIX}/{task}/{key}"] = float(value)
-            if task in names and not metric.endswith("_stderr"):
-                error = of_task.get(f"{metric}_stderr,{filtered}")
+            score = metric.removesuffix(ERROR)
+            key = score if filtered == "none" else f"{score}/{filtered}"
+            is_error = score != metric
+            values[f"{PREFIX}/{task}/{key}{ERROR if is_error else ''}"] = float(value)
+            if task in names and not is_error:
+                error = of_task.get(f"{metric}{ERROR},{filtered}")
                 with_error = f" ± {_shown(error)}" if isinstance(error, numbers.Real) else ""
                 shown.append(f"{task} {key} {_shown(value)}{with_error}")
     return Scores(values, "  ".join(shown))

@@ -66,9 +66,9 @@ def load_tasks(
                 loaded = manager.load([name])
             except Exception as error:  # of datasets, of the network, and of a task's own code
                 raise ConfigError(
-                    f"{key}: the data of the task {shown(name)} is not here, and cannot be reached"
-                    f" ({type(error).__name__}: {error_line(error)}); use a task whose data is"
-                    " here, or load it once with a network"
+                    f"{key}: the data of the task {shown(name)} is not here, cannot be reached, or"
+                    f" is not as the task says ({type(error).__name__}: {error_line(error)}); use a"
+                    " task whose data is here, or load it once with a network"
                 ) from error
             for part in tasks:
                 tasks[part] |= loaded.get(part, {})

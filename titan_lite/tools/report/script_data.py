@@ -12,6 +12,7 @@ EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
 AXES = {"step", "time", "tokens", "hours"}  # of a row of metrics; the rest are curves
 # of each layer; a picture has the loads (sections.experts)
 OF_LAYERS = ("expert_balance/", "expert_load_max/", "expert_load_min/")
+OF_TASKS = "evaluation/"  # which tasks have as scores
 MARKED = ("resume", "checkpoint", "skip", "failed", "stop", "slow", "warning")  # page.html: KINDS
 NOT_MARKED = ("start", "first step", "done", "phase done", "restart")  # events
 
@@ -50,8 +51,8 @@ def mark(event: Mapping[str, Any]) -> dict[str, Any]:
 def thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return about MAX_ROWS rows at most, so that no spike is lost.
 
-    Kept are the first row, the last one of each window, those with a validation, and those with
-    the least and the greatest value of each of EXTREMES.
+    Kept are the first row, the last one of each window, those with a validation or an evaluation,
+    and those with the least and the greatest value of each of EXTREMES.
     """
     if len(rows) <= MAX_ROWS:
         return rows
@@ -61,6 +62,7 @@ def thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
         window = range(begin, min(begin + width, len(rows)))
         kept.add(window[-1])
         kept.update(with_value(rows, window, "validation_loss"))
+        kept.update(i for i in window if any(name.startswith(OF_TASKS) for name in rows[i]))
         for name in EXTREMES:
             indices = with_value(rows, window, name)
             if indices:
