@@ -678,7 +678,7 @@ class Trainer:
                 self.throughput.exclude(each.name),
                 progress.phase(each.name, "init_timeout_seconds"),
             ):
-                found = each.measure(self.poll_stop)
+                found = each.measure(self.replica_groups.poll_stop)
             if found is None:
                 return
             self.metrics.log(self.step, found.values, found.shown)

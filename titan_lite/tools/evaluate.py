@@ -81,10 +81,12 @@ def recipe(weights: Weights, options: Namespace) -> Config:
     """Return the recipe of a model in eager mode, on the layout of the command line."""
     dtype = options.dtype or str(weights.dtypes["tok_embeddings.weight"]).removeprefix("torch.")
     return Config(
-        training=Training(
-            seq_len=weights.config.max_seq_len,
-            local_batch_size=options.pp,
-            mixed_precision_param=dtype,
+        training=Training.model_validate(
+            {
+                "seq_len": weights.config.max_seq_len,
+                "local_batch_size": options.pp,
+                "mixed_precision_param": dtype,
+            }
         ),
         parallelism=Parallelism(
             tensor_parallel_degree=options.tp,

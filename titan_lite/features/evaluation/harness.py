@@ -8,7 +8,6 @@ Each rank makes all prompts of a task and computes its score, and the ranks shar
 asked. So each rank has all scores, and lm_eval needs to know of no other rank.
 """
 
-import numbers
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,7 +277,7 @@ def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> S
     for task, of_task in results.items():
         for name, value in of_task.items():
             metric, comma, filtered = name.partition(",")
-            if not comma or not isinstance(value, numbers.Real):  # a name, or N/A
+            if not comma or not isinstance(value, int | float):  # a name, or N/A
                 continue
             score = metric.removesuffix(ERROR)
             key = score if filtered == "none" else f"{score}/{filtered}"
@@ -286,7 +285,7 @@ def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> S
             values[f"{PREFIX}/{task}/{key}{ERROR if is_error else ''}"] = float(value)
             if task in names and not is_error:
                 error = of_task.get(f"{metric}{ERROR},{filtered}")
-                with_error = f" ± {_shown(error)}" if isinstance(error, numbers.Real) else ""
+                with_error = f" ± {_shown(error)}" if isinstance(error, int | float) else ""
                 shown.append(f"{task} {key} {_shown(value)}{with_error}")
     return Scores(values, "  ".join(shown))
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from titan_lite import progress
 from titan_lite.collectives import all_gather, all_reduce
 from titan_lite.distributed.context_parallel import whole_sequences
-from titan_lite.distributed.mesh import data_rank, sum_of_losses
+from titan_lite.distributed.mesh import axis_of, data_rank, sum_of_losses
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.distributed.pipeline import Pipeline
-from titan_lite.distributed.tensor_parallel import all_tokens_on_each_rank, axis_of
+from titan_lite.distributed.tensor_parallel import all_tokens_on_each_rank
 from titan_lite.models.loss import IGNORE_INDEX, VocabularyShard, log_probabilities
 from titan_lite.models.transformer import Transformer, rope_tables
 
@@ -93,9 +93,8 @@ class _Scorer:
 
     def __init__(self, model: ParallelModel):
         self.model = model
-        tp = axis_of(model.mesh["tp"])
         self.loss = LabelScores(
-            VocabularyShard(model.layout.model.vocab_size, tp.rank, tp.degree, tp.group)
+            VocabularyShard(model.layout.model.vocab_size, axis_of(model.mesh["tp"]))
         )
         most = model.layout.model.max_seq_len
         self.rope = rope_tables(model.layout.model, range(most), model.device)
@@ -203,11 +202,12 @@ class LabelScores:
         of_label = log_p.gather(-1, own.unsqueeze(-1)).squeeze(-1).where(inside, 0.0)
         highest, index = log_p.max(-1)
         likeliest = index + vocabulary.entries.start
-        if vocabulary.degree > 1:
-            of_label = all_reduce(of_label, "sum", vocabulary.group)
+        axis = vocabulary.axis
+        if axis.degree > 1:
+            of_label = all_reduce(of_label, "sum", axis.group)
             # a rank's best is exact in float64, its index included
             best = torch.stack((highest.double(), likeliest.double()))[None].contiguous()
-            of_ranks = all_gather(best, vocabulary.degree, vocabulary.group)
+            of_ranks = all_gather(best, axis.degree, axis.group)
             first = of_ranks[:, 0].argmax(0)  # of equals the lowest index, as without shards
             likeliest = of_ranks[:, 1].gather(0, first[None]).squeeze(0)
         return torch.stack((of_label.double(), (likeliest != labels).double()), dim=-1)
