@@ -33,7 +33,7 @@ TOOLS = {
     "convert": "titan_lite.tools.convert",
     "average": "titan_lite.tools.average",
     "generate": "titan_lite.tools.generate",
-    "evaluate": "titan_lite.tools.evaluate",
+    "evaluate": "titan_lite.features.evaluation.command",
 }
 _is_interrupted = False  # by a signal
 _forking = 0  # process id of the process that forks

@@ -16,6 +16,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +40,14 @@ from titan_lite.config.weights_folder import (
     HUGGING_FACE,
     STATE,
     STEP,
+    TOKENIZER_FILES,
     TORCHTITAN,
     folder_kind,
     steps_in,
     tokenizer_files,
     why_not_weights,
 )
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 from titan_lite.dtensor import shard_of
 from titan_lite.logging import logger
@@ -584,6 +587,26 @@ def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256:
             f"tokenizer {path} has {vocab_size} tokens, and the model {weights.config.vocab_size};"
             " use --tokenizer with the one it was trained with"
         )
+
+
+def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
+    """Return the tokenizer at `path`, or else the model's.
+
+    Raises ConfigError if it is not the one of the model.
+    """
+    if not path:
+        files = weights.tokenizer_files()
+        readable = [file for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
+        if not find_spec("tokenizers"):  # needed for a .json
+            readable.sort(key=lambda file: file.suffix == ".json")
+        if not readable:
+            raise ConfigError(
+                f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE"
+            )
+        path = str(readable[0])
+    tokenizer = load_tokenizer(path, "--tokenizer")
+    check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
+    return tokenizer
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:

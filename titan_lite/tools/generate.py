@@ -9,21 +9,19 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from importlib.util import find_spec
 
 import torch
 
 from titan_lite.checkpoint.weights import (
     Weights,
-    check_tokenizer,
+    find_tokenizer,
     load,
     open_weights,
 )
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.config.families import ModelConfig
-from titan_lite.config.weights_folder import TOKENIZER_FILES
-from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import init_logging
 from titan_lite.models.decoder import Decoder, Sampling, decoding
 from titan_lite.models.shapes import sizes_without_a_kernel
@@ -140,26 +138,6 @@ def prompt_as_read(prompt: str, tokens: Sequence[int], tokenizer: Tokenizer) -> 
     words = prompt.rstrip()
     spaces = prompt[len(words) :]
     return prompt if tokenizer.decode(tokens).endswith(spaces) else words
-
-
-def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
-    """Return the tokenizer at `path`, or else the model's.
-
-    Raises ConfigError if it is not the one of the model.
-    """
-    if not path:
-        files = weights.tokenizer_files()
-        readable = [file for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
-        if not find_spec("tokenizers"):  # needed for a .json
-            readable.sort(key=lambda file: file.suffix == ".json")
-        if not readable:
-            raise ConfigError(
-                f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE"
-            )
-        path = str(readable[0])
-    tokenizer = load_tokenizer(path, "--tokenizer")
-    check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
-    return tokenizer
 
 
 def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:

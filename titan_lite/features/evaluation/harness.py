@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import tokenizers
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 BOOTSTRAPS = 1000  # samples for a standard error that has no formula, as of a perplexity
 PREFIX = "evaluation"
 ERROR = "_stderr"  # after the name of a score
+NUMBERS = (int, float, np.number)  # of lm_eval
 
 
 class Stopped(Exception):
@@ -277,7 +279,7 @@ def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> S
     for task, of_task in results.items():
         for name, value in of_task.items():
             metric, comma, filtered = name.partition(",")
-            if not comma or not isinstance(value, int | float):  # a name, or N/A
+            if not comma or not isinstance(value, NUMBERS):  # a name, or N/A
                 continue
             score = metric.removesuffix(ERROR)
             key = score if filtered == "none" else f"{score}/{filtered}"
@@ -285,8 +287,8 @@ def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> S
             values[f"{PREFIX}/{task}/{key}{ERROR if is_error else ''}"] = float(value)
             if task in names and not is_error:
                 error = of_task.get(f"{metric}{ERROR},{filtered}")
-                with_error = f" ± {_shown(error)}" if isinstance(error, int | float) else ""
-                shown.append(f"{task} {key} {_shown(value)}{with_error}")
+                with_error = f" ± {_shown(float(error))}" if isinstance(error, NUMBERS) else ""
+                shown.append(f"{task} {key} {_shown(float(value))}{with_error}")
     return Scores(values, "  ".join(shown))
 
 

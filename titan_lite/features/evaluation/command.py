@@ -12,11 +12,18 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from titan_lite import manifest
-from titan_lite.checkpoint.weights import CheckpointFolder, Weights, load, open_weights
+from titan_lite.checkpoint.weights import (
+    CheckpointFolder,
+    Weights,
+    find_tokenizer,
+    load,
+    open_weights,
+)
 from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.device import init_device
@@ -27,7 +34,6 @@ from titan_lite.distributed.process_group import connect_store, init_process_gro
 from titan_lite.environment import check_environment
 from titan_lite.features.evaluation.tasks import check_tasks, load_tasks
 from titan_lite.logging import init_logging
-from titan_lite.tools.generate import find_tokenizer
 
 LIMIT = 1800.0  # seconds of a collective, and of a start
 
@@ -79,7 +85,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def recipe(weights: Weights, options: Namespace) -> Config:
     """Return the recipe of a model in eager mode, on the layout of the command line."""
-    dtype = options.dtype or str(weights.dtypes["tok_embeddings.weight"]).removeprefix("torch.")
+    stored = str(weights.dtypes["tok_embeddings.weight"]).removeprefix("torch.")
+    dtype: Any = options.dtype or (stored if stored == "bfloat16" else "float32")
     return Config(
         training=Training.model_validate(
             {
