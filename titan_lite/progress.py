@@ -53,6 +53,11 @@ def report_to(listener: Listener) -> None:
     listener.on_phase(current)
 
 
+def reports_to(listener: Listener) -> bool:
+    """Return False if another listener has taken its place."""
+    return listener is _listener
+
+
 def start_phase(name: str, limit_key: str) -> None:
     """Begin a phase in which comm.<limit_key> seconds without a beat or a collective are a hang."""
     _begin(Phase(name, limit_key, time.monotonic()))

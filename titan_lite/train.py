@@ -86,9 +86,13 @@ def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) 
                 trained = trainer.train()
         except (TrainingError, EndpointError) as error:
             return print_error(error, exit_code.FAILED)
+        is_last = phase.phase.end == config.training.steps
+        if trained and not is_last and trainer.checkpointer.newest_saved != phase.phase.end:
+            why = f"step {phase.phase.end} was not saved, from which the next phase begins"
+            return print_error(TrainingError(why, everywhere=True), exit_code.FAILED)
         # Not after a failure, since this would wait for the other ranks.
         close_process_group()
-        if not trained or phase.phase.end == config.training.steps:
+        if not trained or is_last:
             return exit_code.TRAINED if trained else exit_code.STOPPED
         trainer.checkpointer.close()
         store = trainer.store

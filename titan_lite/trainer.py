@@ -421,7 +421,7 @@ class Trainer:
         if self.progress.validation_due and not stops:
             self.start_times.begin("validation")
             self.validate()
-        if self.progress.measurements_due and not stops:
+        if going_on and self.progress.measurements_due and not stops:
             self.start_times.begin("measurements")
             self.measure()
         self.start_times.begin("first step")

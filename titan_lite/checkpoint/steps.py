@@ -152,6 +152,11 @@ class SavedSteps:
             if other not in faults and (fault := self.fault(other)):
                 faults[other] = fault
         intact = [other for other in present if other not in faults]
+        newest = intact[-1] if intact else step
+        if newest > step:
+            recipe = self.read_state(newest).identity.recipe
+            if recipe.get("checkpoint", {}).get("load_step") == step:
+                return newest
         if step not in intact:
             why = f"there is no such checkpoint in {self.folder}"
             if step in faults:
@@ -160,12 +165,8 @@ class SavedSteps:
             raise ConfigError(
                 f"checkpoint.load_step = {step}: {why}; it has {steps}; use -1 for the newest"
             )
-        newest = intact[-1]
         if step == newest:
             return step
-        recipe = self.read_state(newest).identity.recipe
-        if recipe.get("checkpoint", {}).get("load_step") == step:
-            return newest
         raise ConfigError(
             f"checkpoint.load_step = {step}: {self.folder} has newer checkpoints, up to {newest},"
             " which this run would save again; move them away, or begin another run with"

@@ -223,9 +223,10 @@ def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origin
     origins: Origins = {}
     if base is not None:
         tables, origins = read_recipe(_extended(path, base), (*chain, resolved))
+    has_phases = PHASES in own
     phases = tables_of_phases(own.pop(PHASES, []), str(path))
     _merge(tables, origins, _absolute(own, Config, path.parent), str(path))
-    if phases:
+    if has_phases:
         tables[PHASES] = [_absolute(phase, Config, path.parent) for phase in phases]
         origins[PHASES] = str(path)
     return tables, origins

@@ -91,10 +91,15 @@ def check(config: Config, layout: Layout) -> None:
 
 
 def check_recipe(config: Config, world_size: int, wrong: Sequence[str] = ()) -> None:
-    """Apply the rules of keys and layout for a number of ranks, and if there is a mistake those of
-    inputs, too. Raises one ConfigError with all mistakes, after those in `wrong`.
+    """Apply the rules of keys and layout for a number of ranks; and those of inputs, too, if there
+    is a mistake, or if there are later phases. Raises one ConfigError with all mistakes, after
+    those in `wrong`.
     """
-    if wrong or any(_lay_out(phase, world_size)[1] for phase in config.phases):
+    if (
+        wrong
+        or len(config.phases) > 1
+        or any(_lay_out(phase, world_size)[1] for phase in config.phases)
+    ):
         check_all(config, world_size, wrong)
 
 

@@ -8,6 +8,7 @@ Each rank makes all prompts of a task and computes its score, and the ranks shar
 asked. So each rank has all scores, and lm_eval needs to know of no other rank.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.features.evaluation.log_likelihoods import Request, log_likelihoods
 from titan_lite.features.evaluation.tasks import DEFAULT_NEW_TOKENS, SEED, Tasks, quiet
 from titan_lite.models.decoder import Sampling
+from titan_lite.resilience import TrainingError
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -108,6 +110,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        check_same_on_all_ranks([(context, scored) for _, context, scored in requests])
         asked = [
             Request((context + scored)[-(self.max_length + 1) :], min(len(scored), self.max_length))
             for _, context, scored in requests
@@ -147,6 +150,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
         """Return the text after each prompt, up to the first of its stop words, without it."""
+        check_same_on_all_ranks([made.args for made in requests])
         texts: dict[int, str] = {}
         alike: dict[tuple[int, Sampling], list[int]] = defaultdict(list)
         wishes = [normalize_gen_kwargs(made.args[1], DEFAULT_NEW_TOKENS) for made in requests]
@@ -207,6 +211,17 @@ class HarnessModel(TemplateLM):
     def _after_batch(self) -> None:
         if self.stops():
             raise Stopped
+
+
+def check_same_on_all_ranks(requests: Sequence[object]) -> None:
+    """Raise TrainingError on all ranks if they would share other requests. A collective."""
+    own = hashlib.sha256(repr(requests).encode()).hexdigest()
+    if len(set(all_gather_objects(own))) > 1:
+        raise TrainingError(
+            "evaluation: ranks have other documents or prompts of a task; remove the caches of"
+            " Hugging Face's datasets on all nodes, or have all nodes use one (HF_HOME)",
+            everywhere=True,
+        )
 
 
 def puts_bos(tokenizer: "Tokenizer") -> bool:

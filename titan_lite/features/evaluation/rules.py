@@ -30,6 +30,19 @@ def evaluation_has_tasks(config: Config) -> Iterator[Mistake]:
 
 
 @rule_of_keys
+def one_group_evaluates(config: Config) -> Iterator[Mistake]:
+    groups = config.fault_tolerance.replica_groups
+    if EvaluationKeys.of(config).tasks and groups > 1:
+        yield Mistake(
+            key="evaluation.tasks",
+            value=EvaluationKeys.of(config).tasks,
+            why=f"cannot be with fault_tolerance.replica_groups = {groups}: a group that joins"
+            " would wait for the others' evaluation, and a stop, too",
+            instead="`titan-lite evaluate` on checkpoints",
+        )
+
+
+@rule_of_keys
 def requests_fit_the_context(config: Config) -> Iterator[Mistake]:
     keys = EvaluationKeys.of(config)
     seq_len = config.training.seq_len

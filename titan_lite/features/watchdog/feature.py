@@ -21,7 +21,7 @@ class WatchdogFeature(Feature):
 
         return [
             WatchForHangs(config.comm),
-            NameStragglers(config.metrics.log_freq, config.training.steps),
+            NameStragglers(config.metrics.log_freq, config.phase.end),
         ]
 
 

@@ -130,9 +130,11 @@ class Watchdog(Listener):
 
     # Threads
 
-    def _watch(self) -> NoReturn:
-        """Look for progress, and end the run if there is none within the limit."""
-        while True:
+    def _watch(self) -> None:
+        """Look for progress, and end the run if there is none within the limit. Returns when
+        another phase of the run has a watchdog of its own.
+        """
+        while progress.reports_to(self):
             time.sleep(CHECK_INTERVAL)
             if not self.is_enabled:
                 faulthandler.cancel_dump_traceback_later()
@@ -182,6 +184,8 @@ class Watchdog(Listener):
         try:
             store = self.store = connect(A_DAY)
             while not (self.is_enabled and store.check(["call"])):
+                if not progress.reports_to(self):
+                    return
                 if self.is_enabled and store.check([CAUSE]):
                     self._end_after(store.get(CAUSE).decode())
                 time.sleep(CALL_INTERVAL)

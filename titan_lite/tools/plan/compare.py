@@ -35,7 +35,10 @@ def read_windows(folder: Path, config: Config) -> list[Window]:
     for path in (metrics, recipe):
         if not path.is_file():
             raise ConfigError(f"{written}: no {path.name} in it; use a run's job.dump_folder")
-    of_run = flatten(load_config(recipe, []))
+    recipe_of_run = load_config(recipe, [])
+    if len(recipe_of_run.phases) > 1:
+        raise ConfigError(f"{written}: its run has [[phases]]; use a run of one phase")
+    of_run = flatten(recipe_of_run)
     for key, value in flatten(config).items():
         is_planned = not {key, key.partition(".")[0]} & {*NOT_PLANNED}
         if is_planned and of_run[key] != value:

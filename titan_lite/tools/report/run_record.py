@@ -124,6 +124,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     values = {
         f"{section}.{key}": value
         for section, keys in read_toml(path).items()
+        if isinstance(keys, dict)  # not [[phases]]
         for key, value in keys.items()
     }
     return {RENAMED.get(key, key): value for key, value in values.items()}
