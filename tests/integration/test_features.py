@@ -96,3 +96,15 @@ def test_a_feature_is_removed_by_its_folder_and_its_line(name, tmp_path):
     assert resumed.returncode == 0
     assert "step    4" in resumed.stdout
     assert titan_lite(package, "plan", DEBUG, *OPTIONS, "--world-size", 2).returncode == 0
+
+
+@pytest.mark.slow
+def test_without_the_feature_of_experts_they_are_trained_without_a_balance(tmp_path):
+    package = copied(tmp_path / "package")
+    shutil.rmtree(package / "titan_lite/features/moe")
+    with_list(package, [feature for feature in FEATURES if feature != "moe"])
+    experts = ["--model.name=qwen3_moe", "--model.hidden_dim=32"]
+    assert trained(package, tmp_path / "run", 2, *experts).returncode == 0
+    for words in (["plan", "--search", 1], ["verify"]):
+        done = titan_lite(package, *words, DEBUG, *experts, "--world-size", 2)
+        assert done.returncode == 0

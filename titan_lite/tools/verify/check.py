@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_lite.compile.model_parts import Value
-from titan_lite.config import Config
+from titan_lite.config import Config, flatten
 from titan_lite.config.families import find_family
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.models.experts import routers_of
@@ -491,7 +491,7 @@ def plain_model(small: SmallRecipe) -> Transformer:
             is_norm = parameter.dim() == 1
             parameter.copy_(1 + value if is_norm else 0.3 * value)
         for router in routers_of(model).values():
-            router.balance = small.config.experts.balance  # type: ignore[attr-defined]
+            router.balance = flatten(small.config).get("experts.balance", router.balance)
             for buffer, scale in ((router.expert_bias, 0.1), (router.expert_share, 1.0)):
                 drawn = torch.rand(buffer.shape, generator=generator, dtype=torch.float64)
                 buffer.copy_(scale * drawn)
