@@ -92,6 +92,7 @@ def test_the_tool_scores_a_checkpoint_as_its_run_did_on_any_number_of_processes(
     run_ranks(1, trained, tmp_path / "run", options_of(folder), init=False)
     of_run = scores(tmp_path / "run")[0][4]
     asked = ["evaluate", tmp_path / "run", "--tasks", *TASKS, "--task-folder", folder]
+    asked += ["--max-length", 32]  # the run's context; the model's is longer
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m"]
     for start, layout in (([], []), (torchrun, ["--tp", 2]), (torchrun, ["--pp", 2])):
         file = tmp_path / "scores.json"
@@ -99,4 +100,4 @@ def test_the_tool_scores_a_checkpoint_as_its_run_did_on_any_number_of_processes(
         done = run(*python("-m", *program), cwd=ROOT)
         assert done.returncode == 0, done.stdout
         assert "until/exact_match" in done.stdout
-        assert json.loads(file.read_text())["values"] == pytest.approx(of_run, rel=1e-4)
+        assert json.loads(file.read_text())["values"] == pytest.approx(of_run, rel=1e-5)
