@@ -242,7 +242,6 @@ HERE = {
 FIRST = "./run_train.sh"  # the fixture
 # What needs a cluster, the hub, or nothing but a package index; the tests that have these.
 ELSEWHERE = {
-    "pip install 'titan_lite[evaluation]'": "test_a_package_that_is_not_here",
     "./run_train.sh --evaluation.tasks hellaswag,arc_easy --evaluation.freq 1000 --evaluation.limit 200": (
         "test_training_is_the_same_with_and_without_evaluation_and_a_stop_in_one_repeats_it"
     ),

@@ -90,7 +90,8 @@ def test_help_on_a_section_that_there_is_not(capsys):
 def test_the_command_has_every_program_and_help_names_them():
     files = [
         path
-        for path in (ROOT / "titan_lite/tools").rglob("*.py")
+        for room in ("tools", "features")
+        for path in (ROOT / "titan_lite" / room).rglob("*.py")
         if re.search(r"\n@.*command.*\ndef main", path.read_text())
     ]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
