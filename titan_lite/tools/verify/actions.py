@@ -38,6 +38,8 @@ def _wrong_counts(actions: Sequence[Sequence[Action]], pipeline: PipelineSchedul
         for kind, stage, microbatch in counts:
             if stage not in stages:
                 yield f"pipeline rank {rank} has {kind} of stage {stage}, which is not its own"
+            if microbatch not in range(pipeline.microbatches):
+                yield f"pipeline rank {rank} has {kind} of microbatch {microbatch}, which is none"
             if counts[kind, stage, microbatch] > 1:
                 yield f"pipeline rank {rank} has {kind}{microbatch} of stage {stage} twice"
         for stage in stages:

@@ -68,8 +68,9 @@ class Verdict:
 
 # Of every recipe.
 NOT_COVERED = (
-    "what is outside of graphs: loader, clipping, optimizer, checkpoints, eager mode; asynchronous"
-    " tensor parallelism; Inductor's kernels; rounding. `--processes` trains a proxy with these",
+    "what is outside of graphs: the division by the tokens of a step, loader, clipping, optimizer,"
+    " checkpoints, eager mode; asynchronous tensor parallelism; Inductor's kernels; rounding."
+    " `--processes` trains a proxy with these",
 )
 
 
@@ -90,6 +91,14 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
         verdict.not_covered.append("the gathers once a step; their reductions are")
     if layout.degrees["pp"] > 1:
         verdict.not_covered.append("sends and receives between pipeline ranks")
+    if layout.copies_table:
+        verdict.not_covered.append("the exchange of a tied table's gradient between stages")
+    if config.fault_tolerance.replica_groups > 1:
+        verdict.not_covered.append("sums over replica groups")
+    if not config.compile.compiles("model"):
+        verdict.not_covered.append("the recipe's own way: it is not compiled (compile.enable)")
+    if config.training.attention_kernel != "auto":
+        verdict.not_covered.append("training.attention_kernel")
     verdict.differences += wrong_actions(config.parallelism, layout.pipeline)
     try:
         if config.compile.buckets_across_blocks:
@@ -151,7 +160,6 @@ class Check:
     def evaluate(self, stages: Sequence[StageVariants]) -> None:
         """Evaluate the graphs of all stages, and compare with one process."""
         loss, gradients = self.reference
-        self.verdict.parameters = len(gradients)
         outputs: list[list[list[Any]]] = []  # of each stage's forward, by rank
         for stage in stages:
             hidden = [results[0] for results in outputs[-1]] if outputs else None
@@ -335,7 +343,8 @@ class Check:
                     GRADIENT * loss, list(parameters.values()), allow_unused=True
                 )
             total += loss.detach()
-            for fqn, gradient in zip(parameters, gradients, strict=True):
+            for fqn, found in zip(parameters, gradients, strict=True):
+                gradient = torch.zeros_like(parameters[fqn]) if found is None else found
                 sums[fqn] = gradient if fqn not in sums else sums[fqn] + gradient
         return total, sums
 
@@ -362,6 +371,10 @@ class Check:
     ) -> None:
         if self.layout.model.tied_embeddings and len(self.small.chain) > 1:
             found = with_gradient_of_table(found)
+        compared = {fqn for gradients in found for fqn in gradients.by_parameter}
+        for fqn in sorted(expected.keys() - compared):
+            self.differ(f"no graph has a gradient of {fqn}")
+        self.verdict.parameters = len(compared)
         for gradients in found:
             for fqn, own in gradients.by_parameter.items():
                 wrong = list(self.wrong_ranks(fqn, own, expected[fqn]))
@@ -415,13 +428,17 @@ class Gradients:
 
 def with_gradient_of_table(found: Sequence[Gradients]) -> list[Gradients]:
     """Return gradients with that of a tied table's copy in the last stage added to the table's."""
-    of_copy = found[0].by_parameter[COPY]
+    copies = [gradients for gradients in found if COPY in gradients.by_parameter]
     with_sum = []
     for gradients in found:
         own = {fqn: each for fqn, each in gradients.by_parameter.items() if fqn != COPY}
-        if TABLE in own:
-            own[TABLE] = list(map(added, own[TABLE], of_copy))
-        with_sum.append(Gradients(gradients.kind, own))
+        if TABLE not in own:
+            with_sum.append(Gradients(gradients.kind, own))
+            continue
+        for copy in copies:
+            total = list(map(added, own[TABLE], copy.by_parameter[COPY]))
+            kind = f"{gradients.kind}, {copy.kind} of the copy"
+            with_sum.append(Gradients(kind, {**own, TABLE: total}))
     return with_sum
 
 
