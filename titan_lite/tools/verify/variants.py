@@ -11,6 +11,7 @@ those on a line, or steps. The fits are compared with the graphs of ranks drawn 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -161,9 +162,11 @@ class StageVariants:
             variants.append(FittedVariant(name, self.at(base), base, self.ranks, along))
 
     def _check_fits(self) -> None:
-        """Compare the fitted graphs with those of ranks drawn at random. Raises Divergence."""
+        """Compare the fitted graphs with those of all traced ranks, and of ranks drawn at random.
+        Raises Divergence.
+        """
         drawn = random.Random(0).sample(range(len(self.ranks)), min(DRAWN, len(self.ranks)))
-        for rank in drawn:
+        for rank in {*map(self.ranks.rank, self.traced), *drawn}:
             traced = self.at(self.ranks.coordinates(rank))
             for name, variants in self.of.items():
                 variant = variants[self.index[rank]]
@@ -175,9 +178,28 @@ def moved(coordinates: Coordinates, axis: int, index: int) -> Coordinates:
 
 
 def operators_of(traced: TracedStage) -> Hashable:
+    return tuple((name, signature(module.graph)) for name, module in traced.graphs.items())
+
+
+def signature(graph: Graph) -> Hashable:
+    """Return the operators of a graph, whose results each reads, and its arguments that are no
+    numbers, which are fitted, nor names of groups.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+
+    def of(leaf: object) -> Hashable:
+        if isinstance(leaf, Node):
+            return order[leaf]
+        if leaf is None or isinstance(leaf, bool | torch.dtype):
+            return leaf
+        return type(leaf).__name__
+
     return tuple(
-        (name, tuple(str(node.target) for node in module.graph.nodes if node.op == "call_function"))
-        for name, module in traced.graphs.items()
+        (
+            str(node.target) if node.op == "call_function" else node.op,
+            tuple(map(of, pytree.tree_leaves((node.args, node.kwargs)))),
+        )
+        for node in graph.nodes
     )
 
 
@@ -186,7 +208,13 @@ def check_equal(where: str, variant: FittedVariant, traced: TracedStage, name: s
     graph = traced.graphs[name].graph
     if len(graph.nodes) != len(variant.graph.nodes):
         raise Divergence(f"{where} has {len(graph.nodes)} nodes, not {len(variant.graph.nodes)}")
+    if signature(variant.graph) != signature(graph):
+        raise Divergence(f"{where} has operators of other values")
     for node, found in zip(variant.graph.nodes, graph.nodes, strict=True):
+        if node.op == "get_attr":
+            own, theirs = variant.constants[str(node.target)], traced.graphs[name]
+            if not torch.equal(own, getattr(theirs, str(found.target))):
+                raise Divergence(f"{where}:{found} is another constant")
         if node.target != found.target and node.op == "call_function":
             raise Divergence(f"{where}:{found} is {found.target}, not {node.target}")
         expected = {**numbers_of(node), **variant.own_leaves(node, traced.rank)}

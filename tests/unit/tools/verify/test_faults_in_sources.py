@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import RECIPES
 
+from titan_lite.collectives import all_gather
 from titan_lite.config import load_config
 from titan_lite.distributed import (
     context_parallel,
@@ -68,7 +69,7 @@ def norms_are_summed_twice(patch):
 @fault(dp_shard=2)
 def gradients_are_means(patch):
     right = ShardSpec.finish_reduce
-    patch.setattr(ShardSpec, "finish_reduce", lambda self, x: right(self, x) / self.shard_degree)
+    patch.setattr(ShardSpec, "finish_reduce", lambda self, x: right(self, x) / self.axis.degree)
 
 
 @fault(cp=2)
@@ -201,6 +202,17 @@ def data_ranks_have_another_order(patch):
         return rank, shard.size() * replicate.size()
 
     patch.setattr(trace_ranks, "data_rank", wrong)
+
+
+@fault(tp=2)
+def one_rank_joins_tokens_in_another_order(patch):
+    """With the same operators as the other one."""
+
+    def wrong(x, axis):
+        parts = all_gather(x.contiguous(), axis.degree, axis.group).chunk(axis.degree)
+        return torch.cat(parts[::-1] if axis.rank else parts, dim=1)
+
+    patch.setattr(tensor_parallel, "all_gather_tokens", wrong)
 
 
 @pytest.mark.slow
