@@ -3,13 +3,14 @@
     variants = StageVariants(ranks, trace)      # trace: rank -> TracedStage
     variants.of["forward"], variants.index      # what `evaluate` takes
 
-A few ranks are traced along each axis. Ranks whose graphs have the same operators, and whose
-shards have as many rows, are of one variant. Constants of a variant are fitted along each axis:
-those on a line, or steps. The fits are compared with the graphs of ranks drawn at random.
+A few ranks are traced along each axis: the ends, both sides of a change of shards, and one more if
+these graphs differ. Ranks whose graphs have the same operators, and whose shards have as many rows,
+are of one variant. Constants of a variant are fitted along each axis: those on a line, or steps.
+The fits are compared with the graphs of ranks drawn at random.
 """
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,6 +23,7 @@ from titan_lite.tools.verify.lockstep import Divergence, Ranks
 from titan_lite.tools.verify.trace_ranks import TracedStage
 
 DRAWN = 3  # ranks that fits are compared with
+DRAWN_OF_EQUAL = 1  # if all traced ranks have the same graphs
 Coordinates = tuple[int, ...]
 
 
@@ -122,8 +124,10 @@ class StageVariants:
         for axis, size in enumerate(ranks.sizes):
             line = [kind_of(ranks.rank(moved(origin, axis, index))) for index in range(size)]
             changes = {index for index in range(1, size) if line[index] != line[index - 1]}
-            ends = {0, 1, size - 1}
-            self.samples.append(sorted(index for index in ends | changes if index < size))
+            samples = {0, size - 1, *changes, *(index - 1 for index in changes)}
+            if self._differ(origin, axis, samples):
+                samples.add(1)
+            self.samples.append(sorted(samples))
         self.first = self.at(origin)
         kinds = [
             {index: operators_of(self.at(moved(origin, axis, index))) for index in samples}
@@ -153,19 +157,33 @@ class StageVariants:
         base = self.ranks.coordinates(self.index.index(number))
         along = []
         for axis, size in enumerate(self.ranks.sizes):
-            near = {*self.samples[axis], base[axis] + 1} - {base[axis]}
-            for index in sorted(near):
-                other = moved(base, axis, index)
-                if index < size and self.index[self.ranks.rank(other)] == number:
-                    along.append((axis, index, self.at(other)))
+            of_variant = {
+                index
+                for index in range(size)
+                if self.index[self.ranks.rank(moved(base, axis, index))] == number
+            }
+            samples = of_variant.intersection(self.samples[axis])
+            if samples == {base[axis]} or self._differ(base, axis, samples):
+                samples |= of_variant & {base[axis] + 1}
+            along += [
+                (axis, index, self.at(moved(base, axis, index)))
+                for index in sorted(samples - {base[axis]})
+            ]
         for name, variants in self.of.items():
             variants.append(FittedVariant(name, self.at(base), base, self.ranks, along))
+
+    def _differ(self, base: Coordinates, axis: int, samples: Iterable[int]) -> bool:
+        """Return whether ranks at some coordinates of an axis have another graph than `base`."""
+        own = contents_of(self.at(base))
+        return any(contents_of(self.at(moved(base, axis, index))) != own for index in samples)
 
     def _check_fits(self) -> None:
         """Compare the fitted graphs with those of all traced ranks, and of ranks drawn at random.
         Raises Divergence.
         """
-        drawn = random.Random(0).sample(range(len(self.ranks)), min(DRAWN, len(self.ranks)))
+        are_equal = len(set(map(contents_of, self.traced.values()))) == 1
+        count = min(DRAWN_OF_EQUAL if are_equal else DRAWN, len(self.ranks))
+        drawn = random.Random(0).sample(range(len(self.ranks)), count)
         for rank in {*map(self.ranks.rank, self.traced), *drawn}:
             traced = self.at(self.ranks.coordinates(rank))
             for name, variants in self.of.items():
@@ -201,6 +219,16 @@ def signature(graph: Graph) -> Hashable:
         )
         for node in graph.nodes
     )
+
+
+def contents_of(traced: TracedStage) -> Hashable:
+    """Return the operators of a rank's graphs with their numbers."""
+    numbers = tuple(
+        tuple(numbers_of(node).items())
+        for module in traced.graphs.values()
+        for node in module.graph.nodes
+    )
+    return operators_of(traced), numbers
 
 
 def check_equal(where: str, variant: FittedVariant, traced: TracedStage, name: str) -> None:
