@@ -59,3 +59,22 @@ def phases_have_a_checkpoint_between_them(config: Config) -> Iterator[Mistake]:
         groups = config.fault_tolerance.replica_groups
         instead = "1, or a start by hand for each phase"
         yield Mistake("fault_tolerance.replica_groups", groups, why, instead)
+
+
+@rule_of_keys
+def a_decay_in_tokens_has_the_same_tokens_a_step_in_all_phases(config: Config) -> Iterator[Mistake]:
+    if len(config.phases) == 1:
+        return
+    batches = set()
+    for phase in config.phases:
+        training = phase.training
+        batches.add((training.seq_len, training.global_batch_size, training.global_batch_ramp))
+    # -1: as many sequences as the ranks of a phase have
+    if len(batches) == 1 and config.training.global_batch_size != -1:
+        return
+    for name in ("decay_begin", "decay_length"):
+        value = getattr(config.lr_scheduler, name)
+        if str(value).endswith("tokens"):
+            key = f"lr_scheduler.{name}"
+            why = "is counted with one number of tokens a step, and phases may have several"
+            yield Mistake(key, value, why, 'a number of steps, or a share such as "20%"')

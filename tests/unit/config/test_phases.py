@@ -192,3 +192,27 @@ def test_a_phase_changes_no_key_of_the_command_line(tmp_path):
 def test_what_a_phase_restarts_may_be_accepted_in_it(tmp_path):
     phases = "[[phases]]\nbegin = 60\ndebug.seed = 7\ncheckpoint.restart_data = true\n"
     check_keys(load_config(recipe(tmp_path, phases)))
+
+
+@pytest.mark.parametrize("name", ["decay_begin", "decay_length"])
+@pytest.mark.parametrize(
+    ("option", "phase", "is_refused"),
+    [
+        ([], "training.seq_len = 64", True),
+        ([], "training.global_batch_size = 4\ntraining.global_batch_ramp = []", True),
+        (["--training.global_batch_size=-1", "--training.global_batch_ramp="], "", True),
+        ([], "optimizer.lr = 1e-4", False),
+    ],
+)
+def test_a_decay_in_tokens_needs_one_number_of_tokens_a_step(
+    tmp_path, name, option, phase, is_refused
+):
+    path = recipe(tmp_path, f"[[phases]]\nbegin = 60\n{phase}\n")
+    for amount in ("10%", "10", "5000 tokens"):
+        config = load_config(path, [*option, f"--lr_scheduler.{name}={amount}"])
+        if is_refused and amount == "5000 tokens":
+            message = rf"lr_scheduler\.{name} .*5000 tokens.* phases may have several"
+            with pytest.raises(ConfigError, match=message):
+                check_keys(config)
+        else:
+            check_keys(config)
