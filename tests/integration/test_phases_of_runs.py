@@ -16,6 +16,7 @@ from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, ROOT, TINY_MODEL
 
 from titan_lite.checkpoint.state import read_state
 from titan_lite.metrics.run_files import read_events
+from titan_lite.resilience.exit_code import STOPPED
 
 STEPS = 8
 OPTIONS = [
@@ -155,3 +156,40 @@ def test_a_run_killed_in_the_checkpoint_of_a_boundary_loses_nothing(recipe, tmp_
     assert loader_of(tmp_path / "other", STEPS) == loader_of(tmp_path / "whole", STEPS)
     for step, values in losses(tmp_path / "whole").items():
         assert losses(tmp_path / "other")[step] == pytest.approx(values, rel=1e-4)
+
+
+def stopped_between(where, words):
+    """Train as a rank that has SIGTERM in the boundary's checkpoint, or after the first phase."""
+    from titan_lite import train as command
+    from titan_lite.checkpoint.manager import Checkpointer
+
+    owner, name = {"in": (Checkpointer, "_commit"), "after": (command, "free_memory")}[where]
+    function = getattr(owner, name)
+
+    def signalled(*arguments):
+        if where == "after" or arguments[1] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        function(*arguments)
+
+    setattr(owner, name, signalled)
+    os.chdir(ROOT)
+    raise SystemExit(command.main(words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in", "after"])
+def test_a_signal_at_a_boundary_stops_the_run_which_goes_on_exactly(recipe, tmp_path, where):
+    options = [*OPTIONS, f"--training.steps={STEPS}"]
+    with_phases, *_ = recipe
+    words = [str(with_phases), "--job.dump_folder", str(tmp_path / "stopped"), *options]
+    with cores.given_to(1):
+        codes = end_ranks(start_ranks(1, stopped_between, where, words), 200)
+    assert codes == [STOPPED]
+    assert sorted(losses(tmp_path / "stopped")) == [1, 2, 3]
+    assert train(1, with_phases, tmp_path / "stopped", *options).returncode == 0
+    assert train(1, with_phases, tmp_path / "whole", *options).returncode == 0
+    found, expected = (
+        tensors_of(tmp_path / f"{name}/checkpoint/step-{STEPS}") for name in ("stopped", "whole")
+    )
+    assert same(found, expected)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
