@@ -809,7 +809,7 @@ class Trainer:
         if phase_at(self.config, step).phase != self.config.phase:
             raise ConfigError(
                 f"{self.checkpointer.folder}: the newest checkpoint without damage, step-{step}, is"
-                " of an earlier phase of the run; move newer ones away, and start again"
+                " of an earlier phase of the run; newer ones are set aside: start again"
             )
         saved = self.checkpointer.read_state(step)
         changes = compare(saved, self.identity, self.documents)
