@@ -40,7 +40,7 @@ def stopped_in_step_2(folder, options):
     measure = TaskScores.measure
 
     def stopping(self, stops):
-        trainer = stops.__self__
+        trainer = stops.__self__.trainer  # of its replica group
         if trainer.step == 2:
             trainer.stop.update(1)
             stops = lambda: True

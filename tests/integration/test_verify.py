@@ -362,6 +362,6 @@ def test_each_phase_of_a_recipe_is_verified(tmp_path, monkeypatch, capsys):
         return len(verified) == 1
 
     monkeypatch.setattr(program, "verify", verify)
-    assert program.main([str(recipe)]) == 1
+    assert program.main([str(recipe), "--processes"]) == 1
     assert verified == [((1, 0, 100), 1), ((1, 0, 100), 2)]  # each as a recipe without phases
     assert "phase 2 of 2, steps 61 to 100: parallelism.tensor" in capsys.readouterr().out

@@ -73,7 +73,7 @@ def check_keys(config: Config, wrong: Sequence[str] = ()) -> None:
 
 def of_phases(config: Config, check: Callable[[Config], None], wrong: Sequence[str] = ()) -> None:
     """Check the recipe of each phase of a run. Raises one ConfigError with what they raise, after
-    the messages in `wrong`.
+    the messages in `wrong`; MachineError only without any.
     """
     messages = list(wrong)
     for phase in config.phases:
@@ -81,6 +81,9 @@ def of_phases(config: Config, check: Callable[[Config], None], wrong: Sequence[s
             check(phase)
         except ConfigError as error:
             messages += map(str, error.args)
+        except MachineError:
+            if not messages:
+                raise
     if messages:
         raise ConfigError(*dict.fromkeys(messages))
 
