@@ -88,7 +88,7 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
     verdict = Verdict(layout.world_size, degrees, stages)
     verdict.not_covered += [*small.without, *NOT_COVERED]
     if layout.gathers_once:
-        verdict.not_covered.append("the gathers once a step; their reductions are")
+        verdict.not_covered.append("the gathers once a step (their reductions are covered)")
     if layout.degrees["pp"] > 1:
         verdict.not_covered.append("sends and receives between pipeline ranks")
     if layout.copies_table:
@@ -96,7 +96,7 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
     if config.fault_tolerance.replica_groups > 1:
         verdict.not_covered.append("sums over replica groups")
     if not config.compile.compiles("model"):
-        verdict.not_covered.append("the recipe's own way: it is not compiled (compile.enable)")
+        verdict.not_covered.append("eager mode, in which this recipe trains (compile.enable = false)")
     if config.training.attention_kernel != "auto":
         verdict.not_covered.append("training.attention_kernel")
     verdict.differences += wrong_actions(config.parallelism, layout.pipeline)
