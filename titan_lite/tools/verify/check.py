@@ -96,7 +96,9 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
     if config.fault_tolerance.replica_groups > 1:
         verdict.not_covered.append("sums over replica groups")
     if not config.compile.compiles("model"):
-        verdict.not_covered.append("eager mode, in which this recipe trains (compile.enable = false)")
+        verdict.not_covered.append(
+            "eager mode, in which this recipe trains (compile.enable = false)"
+        )
     if config.training.attention_kernel != "auto":
         verdict.not_covered.append("training.attention_kernel")
     verdict.differences += wrong_actions(config.parallelism, layout.pipeline)

@@ -15,6 +15,7 @@ from titan_lite.distributed import (
     context_parallel,
     expert_parallel,
     parallelize,
+    param_collectives,
     simple_fsdp,
     tensor_parallel,
 )
@@ -83,7 +84,8 @@ def uneven_shards_are_cut_as_numpy_does(patch):
         ends = [size * part // parts for part in range(parts + 1)]
         return range(ends[index], ends[index + 1])
 
-    patch.setattr(simple_fsdp, "chunk_range", wrong)
+    for module in (simple_fsdp, param_collectives):
+        patch.setattr(module, "chunk_range", wrong)
 
 
 @fault(cp=2)
@@ -124,7 +126,7 @@ def the_vocabulary_begins_one_late(patch):
 
     def wrong(self):
         entries = right(self)
-        return range(entries.start + (self.rank > 0), entries.stop)
+        return range(entries.start + (self.axis.rank > 0), entries.stop)
 
     patch.setattr(loss.VocabularyShard, "entries", property(wrong))
 
