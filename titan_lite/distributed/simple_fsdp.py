@@ -188,7 +188,7 @@ class Sharding:
 
     @property
     def variant(self) -> Hashable:
-        """What graphs depend on beside arguments: which reader has made their inputs."""
+        """The reader that has made the inputs of graphs, on which these depend beside arguments."""
         return type(self.reader)
 
     @property

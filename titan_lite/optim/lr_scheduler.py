@@ -17,7 +17,7 @@ POWERS = {"M": 10**6, "B": 10**9, "T": 10**12}  # of tokens
 
 
 class Decay(NamedTuple):
-    """Where the decay of the learning rate is."""
+    """The steps over which the learning rate decays."""
 
     begin: int  # the last step before it
     steps: int  # 0: there is none

@@ -52,7 +52,7 @@ class Stopped(Exception):
 
 
 class Scores(NamedTuple):
-    """What an evaluation found."""
+    """The scores of an evaluation."""
 
     values: dict[str, float]  # "evaluation/TASK/METRIC", and with _stderr its standard error
     shown: str  # the values of the tasks that the recipe names, as words

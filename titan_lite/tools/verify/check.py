@@ -49,7 +49,7 @@ TABLE, COPY = "tok_embeddings.weight", "output.weight"  # of tied embeddings in 
 
 @dataclass
 class Verdict:
-    """What a check has found."""
+    """The result of a check."""
 
     ranks: int
     degrees: dict[str, int]  # by axis, and ep

@@ -110,7 +110,7 @@ class Variant(Protocol):
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
-        """What get_attr reads."""
+        """The tensors that get_attr reads, by name."""
         ...
 
     def own_leaves(self, node: Node, rank: int) -> Mapping[int, int | float]:
