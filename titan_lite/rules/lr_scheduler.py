@@ -5,18 +5,17 @@ from collections.abc import Iterator
 from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
 from titan_lite.optim.lr_scheduler import decay_of
-from titan_lite.rules.mistakes import Mistake, rule_of_layout
+from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout
 
 
-@rule_of_layout
-def decay_that_begins_has_a_length(config: Config, layout: Layout) -> Iterator[Mistake]:
+@rule_of_keys
+def decay_that_begins_has_a_length(config: Config) -> Iterator[Mistake]:
     schedule = config.lr_scheduler
-    decay = decay_of(schedule, config.training.steps, layout.tokens_until)
-    if schedule.decay_begin != "" and schedule.decay_length != "" and not decay.steps:
+    if schedule.decay_begin != "" and schedule.decay_length == 0:
         yield Mistake(
             key="lr_scheduler.decay_begin",
             value=schedule.decay_begin,
-            why=f"has no effect: lr_scheduler.decay_length = {schedule.decay_length} is no decay",
+            why="has no effect: lr_scheduler.decay_length = 0 is no decay",
             instead='decay_begin = "", or another decay_length',
         )
 
