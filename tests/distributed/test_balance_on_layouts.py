@@ -37,11 +37,9 @@ SLOW = [
     ("sequence", "tp=2", FULL),
     ("sequence", "cp=2", COMPILED),
 ]
-LAYOUTS = ["dp_shard=2", "dp_replicate=2,cp=2", "pp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"]
+LAYOUTS = {"dp_replicate=2,cp=2": [], "pp=2,tp=2": FULL}
 RELEASE = [
-    (balance, layout, options)
-    for balance in BALANCES
-    for layout, options in zip(LAYOUTS, ([], COMPILED, FULL, [*COMPILED, *FULL]), strict=True)
+    (balance, layout, options) for balance in BALANCES for layout, options in LAYOUTS.items()
 ]
 RELEASE += [("step", "dp_shard=2", AT_ONCE)]
 

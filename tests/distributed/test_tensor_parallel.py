@@ -34,7 +34,6 @@ TIED = dataclasses.replace(HEADS, tied_embeddings=True)
 DEBUG = dataclasses.replace(LLAMA3.flavors["debug"], max_seq_len=16)
 FLAVOR_PARAMETERS = 5_770_496
 LAYOUTS = {  # dp_replicate, dp_shard, tp
-    "tp2": (1, 1, 2),
     "tp4": (1, 1, 4),
     "dp2tp2": (1, 2, 2),
     "ddp2tp2": (2, 1, 2),
@@ -95,8 +94,9 @@ SLOW = [
     *(("dp2tp2", family, OF_EVERY_FAMILY) for family in OF_FAMILY if family != FIRST_FAMILY),
 ]
 RELEASE = [
-    *((layout, FIRST_FAMILY, REST) for layout in LAYOUTS if layout != "dp2tp2"),
-    *((layout, FIRST_FAMILY, OF_EVERY_FAMILY) for layout in ("tp2", "tp4", "hsdp2x2tp2")),
+    (layout, FIRST_FAMILY, variants)
+    for layout in ("tp4", "hsdp2x2tp2")
+    for variants in (OF_EVERY_FAMILY, REST)
 ]
 
 

@@ -78,7 +78,7 @@ def test_a_rank_killed_in_a_save_leaves_a_whole_step(tmp_path):
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("phase", ["data", "manifest", "rename", "retention"])
 def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_step(phase, mode, tmp_path):
-    assert killed(tmp_path, 10, f"{phase}-{mode}") == ["ok"] * 10
+    assert killed(tmp_path, 3, f"{phase}-{mode}") == ["ok"] * 3
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
