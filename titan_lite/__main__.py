@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a program with the arguments after its name, and return its exit code."""
     if not arguments or arguments[0] in ("--help", "-h"):
         shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
-        print(f"{USAGE}\nshipped recipes: {shipped}")
+        print(f"{USAGE}\nrecipes: {shipped}")
         return 0 if arguments else 2
     name = arguments[0]
     if name == "train":

@@ -92,17 +92,10 @@ CASES = [
         pytest.param(*case, marks=pytest.mark.release)
         for case in [
             ("FSDP-2", "memory_budget", True, torch.float32, MODES),
-            ("DDP-2", "none", True, torch.float32, MODES),
             ("DDP-2", "selective", True, torch.bfloat16, MODES),
-            ("DDP-2", "full", True, torch.float32, MODES),
             ("FSDP-2", "selective", False, torch.bfloat16, MODES),
-            ("FSDP-2", "full", True, torch.float32, MODES),
-            ("HSDP-2x2", "none", True, torch.float32, MODES),
-            ("HSDP-2x2", "selective", True, torch.float32, MODES),
             ("HSDP-2x2", "full", True, torch.float32, MODES),
-            ("FSDP-4", "selective", True, torch.float32, MODES),
             ("dp2tp2", "selective", True, torch.float32, MODES),
-            ("dp2tp2", "full", True, torch.float32, MODES),
             # here Inductor's scheduler would merge nothing in backward, which is an error
             ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy")),
         ]
@@ -156,7 +149,6 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
     ("layout", "checkpointing", "modes"),
     [
         ("FSDP-2", "none", MODES),
-        ("DDP-2", "full", ("none", "greedy")),
         ("HSDP-2x2", "selective", ("none", "greedy")),
         ("dp2tp2", "memory_budget", ("none", "greedy")),
     ],

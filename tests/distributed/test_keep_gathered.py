@@ -39,16 +39,10 @@ CASES = {  # model, options, gathers in forward, in backward by what is kept
     "eager": (UNTIED, EAGER, 4, AGAIN_IN_EAGER_MODE),
     "eager, tied": (TIED, EAGER, 4, TIED_IN_BUCKETS),
     "eager, full checkpointing": (UNTIED, FULL, 4, AGAIN_IN_BUCKETS),
-    "eager, selective checkpointing": (UNTIED, SELECTIVE, 4, AGAIN_IN_BUCKETS),
-    "aot_eager": (UNTIED, APART, 21, AGAIN),
     "aot_eager, tied": (TIED, APART, 20, AGAIN_TIED),  # a graph reads tied weights once
     "aot_eager, full checkpointing": (UNTIED, {**APART, **FULL}, 21, AGAIN),
-    "aot_eager, selective checkpointing": (UNTIED, {**APART, **SELECTIVE}, 21, AGAIN),
-    "aot_eager, buckets": (UNTIED, BUCKETS, 4, AGAIN_IN_BUCKETS),
     "aot_eager, buckets, full checkpointing": (UNTIED, {**BUCKETS, **FULL}, 4, AGAIN_IN_BUCKETS),
     "aot_eager, memory budget": (UNTIED, {**APART, **BUDGET}, 21, AGAIN_WITH_EMBEDDING),
-    "inductor, full checkpointing": (UNTIED, {**INDUCTOR, **FULL}, 4, AGAIN_IN_BUCKETS),
-    "inductor": (UNTIED, {**INDUCTOR, "bucketing": "none"}, 21, AGAIN),
     "inductor, buckets": (UNTIED, INDUCTOR, 4, AGAIN_IN_BUCKETS),
 }
 MARKS = {
@@ -111,19 +105,14 @@ def test_backward_gathers_again_what_is_not_kept_and_computes_the_same(case):
 OF_FLOAT8 = ModelConfig(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16
 )
-BFLOAT16 = dict(param=torch.bfloat16)
-FLOAT8 = dict(float8=Float8Keys(enable=True, all_gather=True), **BFLOAT16)
+FLOAT8 = dict(float8=Float8Keys(enable=True, all_gather=True), param=torch.bfloat16)
 NEVER = {  # model, ranks along (dp_replicate, dp_shard, tp), options
     "full": (UNTIED, (1, 2), FULL),
     "selective": (UNTIED, (1, 2), SELECTIVE),
-    "tied": (TIED, (1, 2), FULL),
-    "bfloat16": (UNTIED, (1, 2), {**FULL, **BFLOAT16}),
     "float8": (OF_FLOAT8, (1, 2), {**SELECTIVE, **FLOAT8}),
-    "HSDP": (UNTIED, (2, 2), SELECTIVE),
     "tensor parallel": (HEADS, (1, 2, 2), FULL),
     "aot_eager, full": (UNTIED, (1, 2), {**APART, **FULL}),
     "aot_eager, float8": (OF_FLOAT8, (1, 2), {**BUCKETS, **SELECTIVE, **FLOAT8}),
-    "aot_eager, memory budget": (UNTIED, (1, 2), {**APART, **BUDGET}),
     "aot_eager, tensor parallel": (HEADS, (1, 2, 2), {**BUCKETS, **SELECTIVE}),
 }
 MARKS_OF_NEVER = {

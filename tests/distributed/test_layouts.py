@@ -82,7 +82,7 @@ LAYOUTS = [  # of a release: large ones, of which the smaller ones are a part
 ]
 SCHEDULES = {"1F1B": NOTHING, "GPipe": GPIPE, "Interleaved": INTERLEAVED}
 SPLIT = {"ZBV": ZBV, "DualPipeV": DUAL, "InterleavedZeroBubble": INTERLEAVED_HALVES}
-# What a release combines beside layouts and families: what evaluated graphs do not cover, and in
+# What a release combines beside layouts: what evaluated graphs do not cover, and in
 # eager mode. Compiled layouts are those of tests/unit/tools/verify/test_random_layouts_evaluated.py.
 VALUES = {
     "schedule": {"": NOTHING, **SCHEDULES, **SPLIT},
@@ -99,13 +99,11 @@ def is_possible(case):
 
 RELEASE = [
     (
-        case["family"],
+        FIRST_FAMILY,
         case["layout"],
         [option for name, values in VALUES.items() for option in values[case[name]]],
     )
-    for case in all_pairs(
-        {"layout": LAYOUTS, "family": [*OF_FAMILY], **VALUES}, is_possible=is_possible
-    )
+    for case in all_pairs({"layout": LAYOUTS, **VALUES}, is_possible=is_possible)
 ]
 
 

@@ -116,8 +116,6 @@ def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
 
 
 DEGREES = {
-    "ddp": PURE_DDP,
-    "tp": TENSOR,
     "hsdp": PURE_DDP,
     "ddp-tp": [*PURE_DDP, *TENSOR, *AOT_EAGER],
     "ddp-cp": [*PURE_DDP, "--parallelism.context_parallel_degree=2", *AOT_EAGER],
@@ -134,13 +132,11 @@ DEGREES = {
 @pytest.mark.release
 @pytest.mark.parametrize("layout", DEGREES)
 def test_copies_are_equal_to_the_bit_on_every_layout(layout, tmp_path):
-    ranks = 2 if layout in ("ddp", "tp") else 4
     options = [
         "--training.compare_replicas_freq=1",
         "--checkpoint.no-enable",
         "--training.global_batch_size=16",
     ]
     assert (
-        train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode
-        == 0
+        train(4, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode == 0
     )

@@ -65,12 +65,10 @@ def expected_bytes(options, ranks):
 
 
 LAYOUTS = {
-    "DDP": (2, DDP),
     "HSDP": (4, DDP),
     "HSDP x CP": (4, [*DDP, "--parallelism.context_parallel_degree=2"]),
     "HSDP x TP": (8, [*DDP, "--parallelism.tensor_parallel_degree=2"]),
     "DDP x PP": (4, [*DDP, "--parallelism.pipeline_parallel_degree=2"]),
-    "DDP, compiled": (2, [*DDP, *AOT_EAGER]),
     "HSDP, compiled": (4, [*DDP, *AOT_EAGER]),
 }
 SLOW = {*LAYOUTS} - {"HSDP"}

@@ -237,7 +237,7 @@ HERE = {
         "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/installed"
     ),
     "titan-lite plan llama3_405b": Run("step time", PLAN, {"llama3_405b": "debug_model"}),
-    "python -m titan_lite --help": Run("shipped recipes: debug_model", quick=True),
+    "python -m titan_lite --help": Run("recipes: debug_model", quick=True),
 }
 FIRST = "./run_train.sh"  # the fixture
 # What needs a cluster, the hub, or nothing but a package index; the tests that have these.

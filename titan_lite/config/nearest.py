@@ -14,6 +14,7 @@ from titan_lite.features import part_of_each
 # in other programs
 NAMES_OF_VALIDATION = ("val", "valid", "validator", "eval", "evaluation", "dev", "test")
 NAMES_OF_PATH = ("dataset_path", "data_path")
+NAMES_OF_LR = ("learning_rate", "peak_lr", "max_lr")
 
 _RECIPE = "name the recipe by a variable: CONFIG_FILE=llama3_8b ./run_train.sh"
 _PRINTED = "use the option --print-config; a run has it in config.toml in job.dump_folder"
@@ -124,8 +125,13 @@ def nearest_key(key: str) -> str:
     known = SECTIONS[section].model_fields
     if name in NAMES_OF_PATH and "path" in known:
         name = "path"
+    if name in NAMES_OF_LR:
+        name = "lr"
     if name in known:
         return f"; did you mean {section}.{name}?"
+    longer = [f"{section}.{each}" for each in known if name and each.endswith(f"_{name}")]
+    if longer:
+        return f"; did you mean {' or '.join(longer)}?"
     same_name = [each for each in KEYS if each.endswith(f".{name}")]
     if section == "validation":  # what is trained on must not change with it
         same_name = [each for each in same_name if not each.startswith(("data.", "training."))]

@@ -318,8 +318,8 @@ def _no_document(data: Data, split: Split) -> ConfigError:
     """Return the error for a split without a document."""
     where = f' at {data.key("path")} = "{data.path}"' if data.path else ""
     instead = ""
-    if split == "validation" and data.validation_fraction < 0.5:
-        instead = " or validation_fraction = 0.5"
+    if split == "validation" and data.validation_fraction < 1:
+        instead = ", files for validation in validation.path, or validation.enable = false"
     if split == "train" and data.validation_fraction > 0.05:
         instead = " or validation_fraction = 0.05"
     elif split == "train" and data.validation_fraction:

@@ -84,8 +84,8 @@ def check_batches(batches: Sequence[BatchSummary], vocab_size: int) -> None:
         if len({batches[rank].dp_rank for rank in ranks}) > 1:
             raise SharedConfigError(
                 f"ranks {_listed(ranks)} have read the same first batch: [data] has too few"
-                " different documents for this number of ranks; use more documents or fewer ranks"
-                " (NGPU)"
+                " different documents for this number of ranks; use fewer ranks (NGPU) or more"
+                " documents: a .txt file is one, so split it, or write its texts as lines of .jsonl"
             )
     for ranks in ranks_of_dp_rank.values():
         if len({batches[rank].digest for rank in ranks}) > 1:

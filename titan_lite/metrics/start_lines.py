@@ -159,7 +159,7 @@ def stages_of_ranks(layout: Layout) -> list[str]:
 def batch_line(layout: Layout) -> str:
     local_batches = counted(layout.accumulation, "local batch", "local batches")
     gathered = ""
-    if layout.microbatches > 1:
+    if layout.microbatches > 1 and layout.fsdp_degree > 1:
         interval = "step" if layout.gathers_once else "microbatch"
         gathered = f"; weights gathered once a {interval} (parallelism.fsdp_communication)"
     return (

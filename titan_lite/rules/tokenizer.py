@@ -28,7 +28,10 @@ def there_is_a_tokenizer(config: Config) -> Iterator[Mistake]:
         if weights and Path(weights).is_dir():  # whose tokenizer would stand for the empty path
             names = " nor ".join(TOKENIZER_FILES[:2])
             why += f", and {weights} (checkpoint.initial_load_path) has neither {names}"
-        instead = 'a tokenizer file, such as "../assets/tokenizer/debug.model"'
+        instead = (
+            "the model's tokenizer.json or tokenizer.model (docs/first-real-run.md, step 2), or"
+            ' "../assets/tokenizer/debug.model"'
+        )
         yield Mistake("model.tokenizer_path", path, why, instead)
 
 

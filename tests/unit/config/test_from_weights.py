@@ -111,8 +111,9 @@ def test_without_a_tokenizer_in_the_folder_one_is_asked_for(folder, tmp_path):
     (message,) = mistakes(tmp_path, RECIPE, f"--checkpoint.initial_load_path={folder}")
     assert message == (
         f'default: model.tokenizer_path = "" names no file, and {folder}'
-        " (checkpoint.initial_load_path) has neither tokenizer.json nor tokenizer.model; use a"
-        ' tokenizer file, such as "../assets/tokenizer/debug.model"'
+        " (checkpoint.initial_load_path) has neither tokenizer.json nor tokenizer.model; use"
+        " the model's tokenizer.json or tokenizer.model (docs/first-real-run.md, step 2), or"
+        ' "../assets/tokenizer/debug.model"'
     )
 
 

@@ -136,6 +136,9 @@ def test_what_is_to_be_used_for_a_key_of_torchtitan_exists(row):
         ("validation_path", "validation.path"),
         ("data_path", "data.path"),
         ("training_steps", "training.steps"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("training.learning_rate", "optimizer.lr"),
+        ("training.batch_size", "training.local_batch_size or training.global_batch_size"),
     ],
 )
 def test_a_key_by_another_name_or_without_its_section_is_answered_with_the_key_meant(key, fix):

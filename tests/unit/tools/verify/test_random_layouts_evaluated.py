@@ -11,7 +11,7 @@ from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.tools.verify.check import check_layout
 
 MOST_RANKS = 32
-DRAWN = 40  # layouts of the test for a release
+DRAWN = 20  # layouts of the test for a release
 IN_DEFAULT_SUITE = 1  # the seed of one with few ranks
 SIZES = [
     "--model.n_heads=24",
