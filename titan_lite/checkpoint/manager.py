@@ -400,9 +400,11 @@ class Checkpointer(SavedSteps):
             self.wait()
 
     def close(self) -> None:
-        """Unlock the folder for the next phase of the run, in this process. No save is running."""
+        """Unlock the folder for the next phase of the run, in this process, and the step of another
+        run that this one began from. No save is running.
+        """
         self._background.shutdown()
-        for lock in (self.folder_lock, self.run_lock, self.save_lock):
+        for lock in (self.folder_lock, self.run_lock, self.save_lock, self.branch_hold):
             lock.release()
 
     def wait(self) -> None:

@@ -81,6 +81,16 @@ def test_the_run_keeps_a_step_for_a_branch_until_that_has_saved_one(trunk):
     assert trunk.steps() == [4, 5]
 
 
+def test_a_branch_that_is_closed_holds_nothing(trunk):
+    branch = branch_of(trunk, 1)
+    branch.lock_on_first()
+    with not_held(trunk.path_of(1)) as is_free:
+        assert not is_free
+    branch.close()
+    with not_held(trunk.path_of(1)) as is_free:
+        assert is_free
+
+
 HOLDS = """
 import os, sys, time
 from pathlib import Path
