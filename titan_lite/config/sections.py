@@ -498,6 +498,11 @@ class Corpus(Section):
     """Field or column that holds a document's text, except in txt."""
 
     @property
+    def documents(self) -> tuple[str, ...]:
+        """The values that say which documents these are."""
+        return tuple(getattr(self, name) for name in Corpus.model_fields)
+
+    @property
     def short_name(self) -> str:
         """The last part of the path without a pattern, or the dataset."""
         fixed = [
@@ -561,6 +566,7 @@ class Data(Corpus):
 
     _run_folder: str = PrivateAttr("")
     _table: str = PrivateAttr("data")
+    _of_run: tuple["Data", ...] = PrivateAttr(())  # this table in all phases of the run
 
     @property
     def run_folder(self) -> str:
@@ -573,20 +579,35 @@ class Data(Corpus):
         copy._run_folder = folder
         return copy
 
+    def in_run(self, phases: "Sequence[Data]") -> "Data":
+        """Return a copy that knows this table in all phases of the run."""
+        copy = self.model_copy()
+        copy._of_run = tuple(phases)
+        return copy
+
     def source_names(self) -> list[str]:
-        """Return a short unique name for each of data.sources: the last part of its path without a
-        pattern, or its dataset.
+        """Return the name of each of data.sources."""
+        return [self._name_of(source) for source in self.sources]
+
+    @property
+    def name(self) -> str:
+        """The name of these documents, which no others have in any phase of the run: the last part
+        of their path without a pattern, or their dataset; with a number, such as web_2, where those
+        of an earlier table have it.
         """
-        names: list[str] = []
-        for source in self.sources:
-            name = source.short_name
-            unique = name
-            number = 2
-            while unique in names:
-                unique = f"{name}_{number}"
-                number += 1
-            names.append(unique)
-        return names
+        return self._name_of(self)
+
+    def _name_of(self, corpus: Corpus) -> str:
+        names: dict[tuple[str, ...], str] = {}
+        for data in (*self._of_run, self):
+            for each in data.sources or (data,):
+                unique = each.short_name
+                number = 2
+                while unique in names.values():
+                    unique = f"{each.short_name}_{number}"
+                    number += 1
+                names.setdefault(each.documents, unique)
+        return names[corpus.documents]
 
     def mixture(self) -> "list[tuple[float, Data]]":
         """Return [(share of the tokens, the source as a [data] section), ...]."""
@@ -597,7 +618,7 @@ class Data(Corpus):
         for number, source in enumerate(self.sources, 1):
             corpus = {name: getattr(source, name) for name in Corpus.model_fields}
             part = self.of_table(f"{self.key('sources')}[{number}]", **corpus, sources=())
-            found.append((source.weight / total, part))
+            found.append((source.weight / total, part.in_run((*self._of_run, self))))
         return found
 
     def of_table(self, table: str, **documents: object) -> "Data":
@@ -818,7 +839,7 @@ class Config(Section):
 
     def with_all_phases(self, phases: "Sequence[Config]") -> "Config":
         """Return the recipe of a phase, which knows those of all phases of the run."""
-        copy = self.model_copy()
+        copy = self.replace(data=self.data.in_run([each.data for each in phases]))
         copy._phases = tuple(phases)
         return copy
 
@@ -828,7 +849,7 @@ class Config(Section):
         validation = self.validation
         if not validation.has_documents:
             return self.data
-        return self.data.of_table(
+        documents = self.data.of_table(
             "validation",
             dataset=validation.dataset or ("local" if validation.path else "stdlib"),
             path=validation.path,
@@ -838,6 +859,8 @@ class Config(Section):
             sources=validation.sources,
             validation_fraction=1.0,  # all documents are for validation
         )
+        of_run = [each.validation_data for each in self._phases if each.validation.has_documents]
+        return documents.in_run(of_run)
 
     def origin(self, key: str) -> str:
         """Return where the value of "section.key" is from: a recipe's path, "command line" or

@@ -62,7 +62,7 @@ class Listing:
     @cached_property
     def identity(self) -> SourceIdentity:
         """The names, sizes and hashes of the documents. Raises ConfigError and MachineError."""
-        return replace(self._documents(), name=self.data.short_name)
+        return replace(self._documents(), name=self.data.name)
 
     def _documents(self) -> SourceIdentity:
         data = self.data

@@ -44,7 +44,7 @@ class SourceIdentity:
 
     settings: Mapping[str, str]  # of [data]: those that decide which documents these are
     files: Mapping[str, FileContent] = field(default_factory=dict)  # by name, in order
-    name: str = field(default="", compare=False)  # Corpus.short_name; a checkpoint has it elsewhere
+    name: str = field(default="", compare=False)  # Data.name; a checkpoint has it elsewhere
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SourceIdentity":

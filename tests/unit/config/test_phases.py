@@ -54,6 +54,50 @@ optimizer.lr = 1e-4
     assert describe_phase(third) == "phase 3 of 3, steps 81 to 100: optimizer.lr = 0.0001"
 
 
+def test_a_source_has_one_name_in_all_phases(tmp_path):
+    """Also if one of the same last part was there before and is gone: its tokens are its own."""
+    phases = """
+[data]
+sources = [{dataset = "local", path = "a/web"}, {dataset = "local", path = "b/web"}]
+validation_fraction = 0
+[[validation.sources]]
+dataset = "local"
+path = "c/web"
+[[phases]]
+begin = 60
+data.sources = [{dataset = "local", path = "b/web", weight = 2}]
+validation.sources = [{dataset = "local", path = "d/web"}, {dataset = "local", path = "c/web"}]
+[[phases]]
+begin = 80
+data.sources = [{dataset = "local", path = "e/web"}, {dataset = "local", path = "a/web"}]
+"""
+    config = load_config(recipe(tmp_path, phases))
+    for step, names, validation in (
+        (0, ["web", "web_2"], ["web"]),
+        (60, ["web_2"], ["web_2", "web"]),
+        (80, ["web_3", "web"], ["web_2", "web"]),
+    ):
+        phase = phase_at(config, step)
+        assert phase.data.source_names() == names
+        assert phase.validation_data.source_names() == validation
+        assert [part.name for _, part in phase.data.mixture()] == names
+        assert [part.name for _, part in phase.validation_data.mixture()] == validation
+
+
+def test_other_documents_in_place_of_those_of_the_phase_before_have_a_name_of_their_own(tmp_path):
+    """By which a resume knows a new source from one whose documents were changed."""
+    phases = """
+[data]
+dataset = "local"
+path = "a/web"
+[[phases]]
+begin = 60
+data.path = "b/web"
+"""
+    config = load_config(recipe(tmp_path, phases))
+    assert [phase_at(config, step).data.name for step in (0, 60)] == ["web", "web_2"]
+
+
 def test_a_recipe_without_phases_is_one(tmp_path):
     config = load_config(recipe(tmp_path, ""), ["--training.steps=7"])
     assert phases_of(config) == [(1, 0, 7)]
