@@ -272,13 +272,13 @@ def _changes_of_documents(
         words, effect = FIELDS[name]
         before = saved.read_documents(name)
         if name == "documents" and (known := saved.source_keys()):
-            yield from _changes_of_sources(known, before, documents[name])
+            yield from changes_of_sources(known, before, documents[name])
             continue
         differences = differences_in_words(before, documents[name])
         yield Change(effect, f"{words}: {'; '.join(differences)}")
 
 
-def _changes_of_sources(
+def changes_of_sources(
     known: Sequence[SourceKey], before: Sequence[SourceIdentity], now: Sequence[SourceIdentity]
 ) -> Iterator[Change]:
     """Yield what becomes of each source of training that is another one, gone or here again.

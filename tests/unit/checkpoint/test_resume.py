@@ -17,6 +17,7 @@ from titan_lite.checkpoint import run_identity as identity_module
 from titan_lite.checkpoint.resume import (
     FIELDS,
     Change,
+    changes_of_sources,
     compare,
 )
 from titan_lite.checkpoint.run_identity import (
@@ -670,6 +671,37 @@ def test_a_source_is_known_by_its_documents_and_its_name(corpus, tmp_path):
     ]
     with pytest.raises(ConfigError, match="source web: 1 file was changed"):
         changes.refuse_unless_accepted(Checkpoint())
+
+
+def test_a_phase_may_replace_documents_by_others_of_the_same_last_part(tmp_path):
+    """They are a new source: nothing is refused at the boundary."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}/web.txt").write_text(name)
+    (tmp_path / "recipe.toml").write_text(
+        f"""
+[model]
+tokenizer_path = "{DEBUG_TOKENIZER}"
+[data]
+dataset = "local"
+path = "a/web.txt"
+[checkpoint]
+enable = true
+[[phases]]
+begin = 50
+data.path = "b/web.txt"
+"""
+    )
+    first, second = (
+        documents_of_run(list_documents(phase))["documents"]
+        for phase in load_config(tmp_path / "recipe.toml").phases
+    )
+    known = source_keys(first)
+    changes = [change.text for change in changes_of_sources(known, first, second)]
+    assert changes == [
+        "source web_2 is new, from its first document on",
+        "source web is gone; the checkpoint has its position",
+    ]
 
 
 def test_a_copy_of_the_corpus_is_resumed(corpus, tmp_path):
