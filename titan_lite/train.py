@@ -9,13 +9,14 @@ the codes themselves.
 """
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titan_lite import recipe, rules
+from titan_lite import progress, recipe, rules
 from titan_lite.checkpoint.steps import SavedSteps
 from titan_lite.config import Config, ConfigError, read_config
 from titan_lite.config.errors import MachineError
@@ -32,6 +33,9 @@ from titan_lite.metrics.start_times import StartTimes
 from titan_lite.processes import large_imports
 from titan_lite.resilience import TrainingError, exit_code, signals
 from titan_lite.resilience.restarts import RepeatedFault, Restarts
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def main(arguments: list[str], hooks: Sequence[Any] = ()) -> int:
@@ -75,42 +79,79 @@ def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) 
     logger.info("starting on 1 rank" if world_size == 1 else f"starting on {world_size} ranks")
     start_times.begin("imports")
     with large_imports():
-        from titan_lite.trainer import Trainer
+        import titan_lite.trainer  # noqa: F401  # most of a start's imports
 
-    phase = phase_to_resume(config)
-    store = None
-    while True:
-        try:
-            with events.failures():
-                trainer = Trainer(phase, hooks=hooks, start_times=start_times, store=store)
-                trained = trainer.train()
-        except (TrainingError, EndpointError) as error:
-            return print_error(error, exit_code.FAILED)
-        is_last = phase.phase.end == config.training.steps
-        if trained and not is_last and trainer.checkpointer.newest_saved != phase.phase.end:
-            why = f"step {phase.phase.end} was not saved, from which the next phase begins"
-            return print_error(TrainingError(why, everywhere=True), exit_code.FAILED)
-        # Not after a failure, since this would wait for the other ranks.
+    try:
+        with events.failures():
+            trained = train_phases(config, rank, hooks, start_times)
+    except (TrainingError, EndpointError) as error:
+        return print_error(error, exit_code.FAILED)
+    return exit_code.TRAINED if trained else exit_code.STOPPED
+
+
+def train_phases(config: Config, rank: int, hooks: Sequence[Any], start_times: StartTimes) -> bool:
+    """Train all phases from the newest checkpoint on; return False if a signal has asked to stop.
+
+    Raises TrainingError, EndpointError and ConfigError.
+    """
+    import torch.distributed as dist
+
+    from titan_lite.distributed.process_group import connect_store
+
+    if len(config.phases) == 1:
+        step = train_phase(config, hooks, start_times)
         close_process_group()
-        if not trained or is_last:
-            return exit_code.TRAINED if trained else exit_code.STOPPED
-        trainer.checkpointer.close()
-        store = trainer.store
+        return step is not None
+    store = connect_store(config.comm.init_timeout_seconds + progress.PATIENCE)
+    phase = phase_to_resume(config, rank, store)
+    for start in itertools.count(1):
+        own_store = dist.PrefixStore(f"start-{start}", store)
+        step = train_phase(phase, hooks, start_times, own_store)
+        close_process_group()
+        if step is None or step >= config.training.steps:
+            break
         signals.end_start()  # which would keep the trainer, and its memory
-        del trainer
         free_memory()
         start_times = StartTimes()
-        phase = phase_at(config, phase.phase.end)
+        phase = phase_at(config, step)
+    return step is not None
 
 
-def phase_to_resume(config: Config) -> Config:
-    """Return the recipe of the phase in which the checkpoint lies that a start resumes from. Raises
-    ConfigError.
+def train_phase(
+    config: Config, hooks: Sequence[Any], start_times: StartTimes, store: "dist.Store | None" = None
+) -> int | None:
+    """Train a phase; return the step that the run goes on from, None if a signal has asked to stop.
+
+    That is the last step of the phase; or one of an earlier phase, where newer checkpoints are
+    damaged. store: as in Trainer. Raises TrainingError, EndpointError and ConfigError.
     """
-    if len(config.phases) == 1:
-        return config
-    saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))
-    return phase_at(config, saved.step_to_load() or 0)
+    from titan_lite.trainer import EarlierPhaseError, Trainer
+
+    try:
+        trainer = Trainer(config, hooks=hooks, start_times=start_times, store=store)
+        trained = trainer.train()
+    except EarlierPhaseError as earlier:
+        return earlier.step
+    if not trained:
+        return None
+    end = config.phase.end
+    if end < config.training.steps:
+        if trainer.checkpointer.newest_saved != end:
+            why = f"step {end} was not saved, from which the next phase begins"
+            raise TrainingError(why, everywhere=True)
+        trainer.checkpointer.close()
+    return end
+
+
+def phase_to_resume(config: Config, rank: int, store: "dist.Store") -> Config:
+    """Return the recipe of the phase in which the checkpoint lies that a start resumes from, as the
+    first rank finds it. store: of all ranks. Raises ConfigError on the first rank.
+    """
+    key = "step to resume from"
+    if rank == 0:
+        saved = SavedSteps(config.checkpoint, Path(config.job.dump_folder))
+        store.set(key, str(saved.step_to_load() or 0))
+    return phase_at(config, int(store.get(key)))
 
 
 def free_memory() -> None:

@@ -99,6 +99,20 @@ from titan_lite.rules.machine import check_agreement, check_machine
 EXPLAINED = (CompileError, CheckpointError, LoaderError, MachineError)
 
 
+class EarlierPhaseError(Exception):
+    """The newest checkpoint without damage is of an earlier phase of the run, which has to be
+    trained in place of this one. Raised on all ranks. step: of the checkpoint.
+    """
+
+    everywhere = True
+
+    def __init__(self, step: int):
+        super().__init__(
+            f"the newest checkpoint without damage is step {step}, of an earlier phase"
+        )
+        self.step = step
+
+
 @dataclass
 class Progress:
     """The progress of a run; a part of its checkpoints."""
@@ -124,11 +138,10 @@ class Trainer:
     """One rank of a run.
 
     model: replaces the recipe's model shape. hooks: observers, called after those of every run.
-    start_times: those of this process so far. store: that of the phase before, in this process.
+    start_times: those of this process so far. store: of all ranks, where it is connected.
     """
 
     config: Config
-    store: dist.Store  # of all ranks
     layout: Layout  # all sizes that follow from the recipe and the number of ranks
     hooks: list[Hook]
     dump_folder: Path
@@ -228,8 +241,7 @@ class Trainer:
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
         use_kernel(config.training.attention_kernel)
         limit = config.comm.init_timeout_seconds + progress.PATIENCE
-        self.store = store or connect_store(limit)
-        store = dist.PrefixStore(f"phase-{config.phase.number}", self.store)
+        store = store or connect_store(limit)
         self.share_listings(store)
         # Before anything that differs with the recipe, and would wait for the other ranks
         identity = run_identity(config, self.layout, self.tokenizer, self.documents)
@@ -804,13 +816,11 @@ class Trainer:
     def load(self, step: int) -> None:
         """Load a checkpoint, but for what the changed recipe restarts.
 
-        Raises ConfigError if newer ones, of this phase, are damaged.
+        Raises EarlierPhaseError if newer ones, of this phase, are damaged.
         """
         if phase_at(self.config, step).phase != self.config.phase:
-            raise ConfigError(
-                f"{self.checkpointer.folder}: the newest checkpoint without damage, step-{step}, is"
-                " of an earlier phase of the run; newer ones are set aside: start again"
-            )
+            self.checkpointer.close()
+            raise EarlierPhaseError(step)
         saved = self.checkpointer.read_state(step)
         changes = compare(saved, self.identity, self.documents)
         changes.refuse_unless_accepted(self.config.checkpoint)

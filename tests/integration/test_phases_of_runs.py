@@ -8,15 +8,19 @@ import signal
 
 import cores
 import pytest
-from checkpoints import tensors_of
+import torch.distributed as dist
+from checkpoints import flip, tensors_of
 from commands import train
 from ranks import end_ranks, start_ranks
 from resumed import losses, same
 from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, ROOT, TINY_MODEL
 
 from titan_lite.checkpoint.state import read_state
+from titan_lite.checkpoint.steps import SavedSteps
+from titan_lite.config import load_config
 from titan_lite.metrics.run_files import read_events
 from titan_lite.resilience.exit_code import STOPPED
+from titan_lite.train import phase_to_resume
 
 STEPS = 8
 OPTIONS = [
@@ -156,6 +160,39 @@ def test_a_run_killed_in_the_checkpoint_of_a_boundary_loses_nothing(recipe, tmp_
     assert loader_of(tmp_path / "other", STEPS) == loader_of(tmp_path / "whole", STEPS)
     for step, values in losses(tmp_path / "whole").items():
         assert losses(tmp_path / "other")[step] == pytest.approx(values, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_of_a_phase_are_trained_again_from_the_phase_before(recipe, tmp_path):
+    """By the same start, as elsewhere: one flipped bit is seen when all of a checkpoint is read."""
+    options = [*OPTIONS, f"--training.steps={STEPS}"]
+    with_phases, *_ = recipe
+    assert train(1, with_phases, tmp_path / "whole", *options).returncode == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
+    for step in range(4, STEPS + 1):
+        shutil.rmtree(tmp_path / f"damaged/checkpoint/step-{step}")
+    flip(tmp_path / "damaged/checkpoint/step-3/__0_0.distcp")  # with which the second phase begins
+    done = train(2, with_phases, tmp_path / "damaged", *options)
+    assert done.returncode == 0
+    assert "set aside as invalid-step-3" in done.stdout
+    events, _ = read_events(tmp_path / "damaged/events.jsonl")
+    assert "failed" not in [event["event"] for event in events]
+    for step in (3, 6, STEPS):
+        assert loader_of(tmp_path / "damaged", step) == loader_of(tmp_path / "whole", step)
+    for step, values in losses(tmp_path / "whole").items():
+        assert losses(tmp_path / "damaged")[step] == pytest.approx(values, rel=1e-4)
+
+
+def test_the_first_rank_says_which_phase_is_resumed(recipe, tmp_path, monkeypatch):
+    """A rank that sees another folder would meet the others nowhere, to be told so."""
+    with_phases, *_ = recipe
+    store = dist.HashStore()
+    seen = []
+    for rank, step in ((0, 6), (1, None)):
+        monkeypatch.setattr(SavedSteps, "step_to_load", lambda self, step=step: step)
+        config = load_config(with_phases, [f"--training.steps={STEPS}"])
+        seen.append(phase_to_resume(config, rank, store).phase.number)
+    assert seen == [3, 3]
 
 
 def stopped_between(where, words):
