@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +115,84 @@ def test_answers_and_scores_are_those_of_the_backend_of_hugging_face(ranks, degr
                     assert values.get(key, value) == pytest.approx(value, 1e-6), key
         assert "choice acc " in shown
         assert "until exact_match 0.0000 ± 0.0000" in shown
+
+
+def harness(stops=lambda: False):
+    from titan_lite.features.evaluation.harness import HarnessModel
+
+    model = model_on(DENSE, {})
+    return HarnessModel(model, load_tokenizer(str(DEBUG_TOKENIZER)), 3, CONTEXT, stops=stops)
+
+
+def asked(*arguments):
+    return SimpleNamespace(args=arguments)
+
+
+def answers_that_are_cut():
+    lm = harness()
+    long = "def read(path): " * 40
+    lm.loglikelihood([asked("import", " os"), asked(long, " x"), asked("x", long)])
+    lm.generate_until(
+        [asked(prompt, {"until": ["q"], "max_gen_toks": 8}) for prompt in (long, "a")]
+    )
+    return lm.cut
+
+
+@pytest.mark.ranks(1)
+def test_requests_that_lose_their_beginning_are_told():
+    (cut,) = run_ranks(1, answers_that_are_cut)
+    assert cut == [
+        "2 of 3 requests are longer than the context of 32 tokens, and lose their beginning",
+        "of answers longer than it (1) the last tokens are scored",
+        "1 of 2 requests are longer than the context of 32 tokens, and lose their beginning",
+    ]
+
+
+def stopped_within_a_text():
+    from titan_lite.features.evaluation.harness import Stopped
+    from titan_lite.resilience import signals
+
+    tokens = []
+
+    def received():
+        tokens.append(None)
+        return "SIGTERM" if len(tokens) == 2 else ""
+
+    signals.received = received
+    told = []
+    lm = harness(stops=lambda: told.append(None) or True)
+    with pytest.raises(Stopped):
+        lm.generate_until([asked("import", {"until": [], "max_gen_toks": 8})])
+    return len(tokens), len(told)
+
+
+@pytest.mark.ranks(1)
+def test_a_signal_ends_a_text_after_the_next_token_and_the_run_is_asked():
+    assert run_ranks(1, stopped_within_a_text) == [(2, 1)]
+
+
+def ends_of_texts():
+    """Where words of one to many bytes are found in a text's last tokens, and in all of them."""
+    from titan_lite.features.evaluation.harness import TOKENS_BEFORE
+
+    lm = harness()
+    text = "import os\nfrom pathlib import Path\n\nprint('\u00e9\u20ac', Path)  # the end"
+    tokens = lm.of_run.encode(text, bos=False)
+    tokens.insert(len(tokens) // 2, lm.of_run.bos_id)  # special tokens are no text
+    parts = [tokens[: n + 1] for n in range(len(tokens))]
+    found = []
+    for word in ("\n", "\u00e9\u20ac", " Path\n\nprint(", "the end", "z"):
+        count = len(word.encode()) + TOKENS_BEFORE
+        in_end = [word in lm._decode_end(part, count) for part in parts]
+        in_all = [word in lm._decode(part) for part in parts]
+        found.append(
+            (in_end.index(True), in_all.index(True)) if any(in_all) else (word, any(in_end))
+        )
+    return found
+
+
+@pytest.mark.ranks(1)
+def test_a_stop_word_is_found_in_the_last_tokens_of_a_text():
+    ((*found, missing),) = run_ranks(1, ends_of_texts)
+    assert all(in_end == in_all for in_end, in_all in found)
+    assert missing == ("z", False)

@@ -8,7 +8,7 @@ from ranks import run_ranks
 from tiny import HEADS, of_family
 
 from titan_lite.config import Config, ConfigError, Parallelism, Training
-from titan_lite.distributed.generation import generate
+from titan_lite.distributed.generation import GenerationStopped, generate
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank
 from titan_lite.distributed.parallelize import parallelize
@@ -161,3 +161,27 @@ def test_a_text_ends_at_its_stop_token_its_limit_or_where_the_caller_says():
     assert all(token < 3 for text in few for token in text)
     assert "has 0 tokens; use 1 to 15" in said[0]
     assert "has 11 tokens; use 1 to 10" in said[1]
+
+
+def stopped_on_a_rank(degrees, stopping):
+    model = model_on(HEADS, degrees)
+    asked = []
+
+    def stops():
+        asked.append(None)
+        return torch.distributed.get_rank() == stopping and len(asked) == 3
+
+    prompts = PROMPTS if data_rank(model.mesh)[0] == 0 else []
+    with pytest.raises(GenerationStopped):
+        generate(model, prompts, max_new_tokens=NEW, stops=stops)
+    again = generate(model, prompts, max_new_tokens=NEW)
+    return len(asked), len(again)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"pp": 2}], ids=str)
+def test_all_ranks_stop_after_the_same_token(degrees):
+    """Also if a rank without prompts is to stop; and the model generates as before."""
+    found = run_ranks(2, stopped_on_a_rank, degrees, 1)
+    assert [asked for asked, _ in found] == [3, 3]
+    assert found[0][1] == len(PROMPTS)

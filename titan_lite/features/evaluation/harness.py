@@ -8,7 +8,9 @@ Each rank makes all prompts of a task and computes its score, and the ranks shar
 asked. So each rank has all scores, and lm_eval needs to know of no other rank.
 """
 
+import functools
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +29,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titan_lite import progress
 from titan_lite.data.tokenizer import JsonTokenizer, tokens_around_text
-from titan_lite.distributed.generation import GREEDY, generate
+from titan_lite.distributed.generation import GREEDY, GenerationStopped, generate
 from titan_lite.distributed.mesh import data_rank
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.features.evaluation.log_likelihoods import Request, log_likelihoods
 from titan_lite.features.evaluation.tasks import DEFAULT_NEW_TOKENS, SEED, Tasks, quiet
+from titan_lite.logging import logger
 from titan_lite.models.decoder import Sampling
-from titan_lite.resilience import TrainingError
+from titan_lite.resilience import TrainingError, signals
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -45,6 +48,8 @@ BOOTSTRAPS = 1000  # samples for a standard error that has no formula, as of a p
 PREFIX = "evaluation"
 ERROR = "_stderr"  # after the name of a score
 NUMBERS = (int, float, np.number)  # of lm_eval
+# Tokens before a stop word that are decoded with it: a decoder may drop a space at the beginning.
+TOKENS_BEFORE = 4
 
 
 class Stopped(Exception):
@@ -72,7 +77,8 @@ class HarnessModel(TemplateLM):
         stops: Callable[[], bool] = lambda: False,
     ):
         """bos: texts begin with BOS, as documents do in training. stops: is called between batches,
-        on all ranks alike; True ends the evaluation with Stopped.
+        and after a token where a rank has received a signal, on all ranks alike; True ends the
+        evaluation with Stopped.
         """
         super().__init__()
         self.model = model
@@ -82,6 +88,7 @@ class HarnessModel(TemplateLM):
         self.stops = stops
         self.special = frozenset(tokenizer.special_tokens.values())
         self.bos = bos
+        self.cut: list[str] = []  # what was longer than max_length, in words
 
     # What lm_eval asks of a tokenizer
 
@@ -105,12 +112,20 @@ class HarnessModel(TemplateLM):
         """Return the text of tokens, without special ones."""
         return self.of_run.decode([token for token in tokens if token not in self.special])
 
+    def _decode_end(self, tokens: Sequence[int], count: int) -> str:
+        """Return the text of the last tokens that are not special, at most `count`."""
+        of_text = (token for token in reversed(tokens) if token not in self.special)
+        return self.of_run.decode([*itertools.islice(of_text, count)][::-1])
+
     # Requests
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         check_same_on_all_ranks([(context, scored) for _, context, scored in requests])
+        self._note_cut([len(context) + len(scored) - 1 for _, context, scored in requests])
+        if long := sum(len(scored) > self.max_length for _, _, scored in requests):
+            self.cut.append(f"of answers longer than it ({long:,}) the last tokens are scored")
         asked = [
             Request((context + scored)[-(self.max_length + 1) :], min(len(scored), self.max_length))
             for _, context, scored in requests
@@ -157,10 +172,9 @@ class HarnessModel(TemplateLM):
         for number, wish in enumerate(wishes):
             alike[int(wish["max_gen_toks"]), _sampling(wish)].append(number)
         for (new_tokens, sampling), together in alike.items():
-            prompts = {
-                i: self.tok_encode(requests[i].args[0])[-(self.max_length - new_tokens) :]
-                for i in together
-            }
+            whole = {i: self.tok_encode(requests[i].args[0]) for i in together}
+            self._note_cut([len(prompt) + new_tokens for prompt in whole.values()])
+            prompts = {i: whole[i][-(self.max_length - new_tokens) :] for i in together}
             numbers_of = sorted(together, key=lambda i: -len(prompts[i]))
             texts |= self._generate(numbers_of, prompts, wishes, new_tokens, sampling)
         return [texts[number] for number in range(len(requests))]
@@ -178,26 +192,32 @@ class HarnessModel(TemplateLM):
         dp_rank, dp_degree = data_rank(mesh)
         eos = self.of_run.decode([self.of_run.eos_id])
         until = {i: handle_stop_sequences(wishes[i]["until"], eos=eos) for i in together}
+        longest = max(len(word.encode()) for words in until.values() for word in words)
         texts: dict[int, str] = {}
         at_once = self.batch_size * dp_degree * mesh["cp"].size()
         for start in range(0, len(together), at_once):
             own = together[start : start + at_once][dp_rank::dp_degree]
 
             def is_complete(index: int, new: Sequence[int], own: Sequence[int] = own) -> bool:
-                text = self._decode(new)
+                text = self._decode_end(new, longest + TOKENS_BEFORE)
                 return any(word in text for word in until[own[index]] if word)
 
-            found = generate(
-                self.model,
-                [prompts[i] or [self.prefix_token_id] for i in own],
-                max_new_tokens=new_tokens,
-                stop=(self.of_run.eos_id,),
-                is_complete=is_complete,
-                sampling=sampling,
-                seeds=own,
-                batch_size=self.batch_size,
-                vocab_size=self.of_run.vocab_size,
-            )
+            try:
+                found = generate(
+                    self.model,
+                    [prompts[i] or [self.prefix_token_id] for i in own],
+                    max_new_tokens=new_tokens,
+                    stop=(self.of_run.eos_id,),
+                    is_complete=is_complete,
+                    stops=lambda: bool(signals.received()),
+                    sampling=sampling,
+                    seeds=own,
+                    batch_size=self.batch_size,
+                    vocab_size=self.of_run.vocab_size,
+                )
+            except GenerationStopped:
+                self.stops()  # which tells the run
+                raise Stopped from None
             own_texts = {
                 i: postprocess_generated_text(self._decode(new), until[i], None)
                 for i, new in zip(own, found, strict=True)
@@ -208,9 +228,22 @@ class HarnessModel(TemplateLM):
             self._after_batch()
         return texts
 
+    def _note_cut(self, lengths: Sequence[int]) -> None:
+        """Note requests of more than max_length tokens, which lose their beginning."""
+        if longer := sum(length > self.max_length for length in lengths):
+            self.cut.append(
+                f"{longer:,} of {len(lengths):,} requests are longer than the context of"
+                f" {self.max_length:,} tokens, and lose their beginning"
+            )
+
     def _after_batch(self) -> None:
         if self.stops():
             raise Stopped
+
+
+@functools.cache  # each line once: evaluations of a run have the same requests
+def warn(line: str) -> None:
+    logger.warning(line)
 
 
 def check_same_on_all_ranks(requests: Sequence[object]) -> None:
@@ -280,6 +313,8 @@ class Evaluation:
                 bootstrap_iters=BOOTSTRAPS if self.is_first else 0,
                 log_samples=False,
             )
+        if self.is_first and lm.cut:
+            warn(f"evaluation: {'; '.join(lm.cut)}")  # out of `quiet`
         results = {**found["results"], **found.get("groups", {})}
         return _scores(results, self.names)
 
