@@ -163,7 +163,7 @@ HERE = {
         "tensor_parallel_degree=2", PLAN, RECIPE
     ),
     f"{PLANNER} RECIPE --world-size 64 --search 2": Run(
-        "lost", "--hardware h100 --training.global_batch_size=64", RECIPE
+        "best: --", "--hardware h100 --training.global_batch_size=64", RECIPE
     ),
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --tokens 1T --price-per-gpu-hour 2.5": Run(

@@ -6,7 +6,7 @@ print("\\n".join(table(rows)))
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tqdm import tqdm
 
@@ -20,6 +20,7 @@ from titan_lite.tools.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
 Row = tuple[Change, Plan | str]  # (change, its plan or why there is none)
+Words = Mapping[str, str]  # what a change says about each subject, such as a key
 
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
@@ -56,11 +57,11 @@ def plan_changes(
     wanted: Iterable[Change],
     machine: Machine,
     full: bool = False,
-    name: Callable[[Change], str] | None = None,
+    words: Callable[[Change], Words] | None = None,
 ) -> Iterator[Row]:
     """Yield a row for each change, as soon as it is planned; first those that cannot run.
 
-    lay_out: raises ConfigError if the changed recipe cannot run. name: describes a change.
+    lay_out: raises ConfigError if the changed recipe cannot run. words: describes a change.
     """
     layouts: list[tuple[Change, PlannedLayout]] = []
     for change in wanted:
@@ -75,18 +76,18 @@ def plan_changes(
             row = (change, str(plan) if isinstance(plan, CompileError) else plan)
             rows.append(row)
             bar.update()
-            bar.set_postfix_str(_best_of(rows, name or keys_of))
+            bar.set_postfix_str(_best_of(rows, words or keys_of))
             yield row
 
 
-def _best_of(rows: Iterable[Row], name: Callable[[Change], str]) -> str:
+def _best_of(rows: Iterable[Row], words: Callable[[Change], Words]) -> str:
     """Return the speed and the change of the fastest plan that fits, "" if none does."""
     fit = fitting(ranked(rows))
     if not fit:
         return ""
     change, plan = fit[0]
     speed = plan.tokens_per_second(plan.nominal)
-    return f"best {speed:,.0f} tokens/s per GPU: {name(change) or 'unchanged'}"
+    return f"best {speed:,.0f} tokens/s per GPU: {', '.join(words(change).values()) or 'unchanged'}"
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
@@ -108,17 +109,25 @@ def fitting(rows: Iterable[Row]) -> list[tuple[Change, Plan]]:
     return [(change, plan) for change, plan in rows if isinstance(plan, Plan) and plan.fits]
 
 
-def keys_of(change: Change) -> str:
-    return ", ".join(f"{key}={value}" for key, value in change.items())
+def keys_of(change: Change) -> Words:
+    return {key: f"{key}={value}" for key, value in change.items()}
 
 
-def table(rows: Sequence[Row], name: Callable[[Change], str] = keys_of) -> list[str]:
-    """Return a line for each row, after a line with the names of the columns.
+def table(
+    rows: Sequence[Row],
+    words: Callable[[Change], Words] = keys_of,
+    reason: Callable[[Plan], str] = what_binds,
+) -> list[str]:
+    """Return a line for each row, after a line with the names of the columns, and before it one
+    with what all changes have in common.
 
-    name: describes a change.
+    words: describes a change. reason: of the speed of a plan.
     """
-    lines = [f"{_columns('tokens/s per GPU', 'MFU %', 'GiB', 'fits')}  change; bottleneck"]
-    for change, plan in rows:
+    described = [words(change) for change, _ in rows]
+    common = _common(described)
+    lines = [f"all: {', '.join(common.values())}"] if common else []
+    lines.append(f"{_columns('tokens/s per GPU', 'MFU %', 'GiB', 'fits')}  change; reason")
+    for (_, plan), each in zip(rows, described, strict=True):
         if isinstance(plan, str):
             columns = _columns("-", "-", "-", "-")
             why = plan
@@ -131,9 +140,22 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = keys_of) -> list[
                 f"{plan.memory.total / GIB:.1f}",
                 fit_word(plan),
             )
-            why = what_binds(plan)
-        lines.append(f"{columns}  {name(change)}; {why}")
+            why = reason(plan)
+        own = ", ".join(text for subject, text in each.items() if subject not in common)
+        lines.append(f"{columns}  {own}; {why}")
     return lines
+
+
+def _common(described: Sequence[Words]) -> Words:
+    """Return what several changes say alike; {} for one."""
+    if len(described) < 2:
+        return {}
+    first, *others = described
+    return {
+        subject: text
+        for subject, text in first.items()
+        if all(other.get(subject) == text for other in others)
+    }
 
 
 def fit_word(plan: Plan) -> str:

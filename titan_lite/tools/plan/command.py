@@ -5,7 +5,7 @@ communication.
     python -m titan_lite plan RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1
     python -m titan_lite plan RECIPE --sweep parallelism.tensor_parallel_degree=2,4,8
     python -m titan_lite plan RECIPE --world-size 64 --search   # the best layout that fits
-    python -m titan_lite plan RECIPE --tokens 1e12 --price-per-gpu-hour 2.5     # days and money
+    python -m titan_lite plan RECIPE --tokens 1T --price-per-gpu-hour 2.5     # days and money
     python -m titan_lite plan RECIPE --picture plan.png --trace plan.json
     python -m titan_lite plan RECIPE --compare outputs/llama3_8b  # beside a run that has ended
 
@@ -159,10 +159,11 @@ def above_zero(text: str) -> float:
 
 
 def number_of_tokens(text: str) -> float:
-    """Return an option's value as a number, which may end with M, B or T (10^6, 10^9, 10^12)."""
+    """Return an option's value as a number of tokens: "15e12", "15T" or "15T tokens"."""
     powers = {"M": 1e6, "B": 1e9, "T": 1e12}
-    unit = text[-1:].upper()
-    return above_zero(text[:-1]) * powers[unit] if unit in powers else above_zero(text)
+    number = text.removesuffix("tokens").strip()
+    unit = number[-1:].upper()
+    return above_zero(number[:-1]) * powers[unit] if unit in powers else above_zero(number)
 
 
 def factor(text: str) -> float:

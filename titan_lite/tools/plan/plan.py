@@ -16,7 +16,6 @@ Speeds are ranges: the step is as much faster or slower as plans of published ru
 """
 
 import dataclasses
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass, field
@@ -56,7 +55,6 @@ class Plan:
     memory: Memory
     evidence: Evidence
     depths: dict[StageModules, tuple[int, ...]]  # traced numbers of blocks
-    seconds: float  # of planning
     # Of the graphs of the stage with most blocks.
     timelines: Mapping[StageModules, Sequence[Timeline]] = field(default_factory=dict)
 
@@ -134,7 +132,6 @@ def make_plans(
     """
     if not layouts:
         return
-    started = time.perf_counter()
     with start_tracing(layouts[0].world_size) as processes:
         shared: dict[Hashable, Future[TracedStage]] = {}
         all_tasks = [submit_traces(processes, layout, machine, full, shared) for layout in layouts]
@@ -152,11 +149,11 @@ def make_plans(
                     "a tracing process was killed, perhaps because this machine is out of memory;"
                     " use fewer layers with --full, or leave --full out"
                 ) from None
-            yield plan_of(layout, machine, traced, started)
+            yield plan_of(layout, machine, traced)
 
 
-def plan_of(layout: PlannedLayout, machine: Machine, traced: TracedStages, started: float) -> Plan:
-    """Return the plan of a layout from its traced stages. started: by time.perf_counter."""
+def plan_of(layout: PlannedLayout, machine: Machine, traced: TracedStages) -> Plan:
+    """Return the plan of a layout from its traced stages."""
     costs = [
         costs_at(traced[modules_beside_blocks(modules)], blocks_in(modules))
         for modules in layout.pipeline.modules
@@ -168,7 +165,6 @@ def plan_of(layout: PlannedLayout, machine: Machine, traced: TracedStages, start
         memory_of(layout, stages_of(layout, traced), machine),
         evidence_for(layout, machine),
         depths={beside: tuple(sorted(by_depth)) for beside, by_depth in traced.items()},
-        seconds=time.perf_counter() - started,
         timelines={
             beside: by_depth[max(by_depth)].timelines for beside, by_depth in traced.items()
         },

@@ -38,7 +38,7 @@ from titan_lite.distributed.pipeline_schedule import (
 )
 from titan_lite.feature import KeptNumbers, features_of, low_precision
 from titan_lite.models.shapes import block_weights, shape_of
-from titan_lite.tools.plan.changes import Change, Row, fitting, plan_changes, ranked, table
+from titan_lite.tools.plan.changes import Change, Row, Words, fitting, plan_changes, ranked, table
 from titan_lite.tools.plan.memory import outside_of_tensors
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.rank_bytes import (
@@ -51,7 +51,7 @@ from titan_lite.tools.plan.rank_bytes import (
     recomputed_share,
 )
 from titan_lite.tools.plan.simulate import table_seconds
-from titan_lite.tools.plan.summary import describe_degrees, part_name
+from titan_lite.tools.plan.summary import describe_degrees, part_name, what_binds
 from titan_lite.tools.plan.trace import PROCESSES, PlannedLayout, blocks_in
 
 MODE = "activation_checkpoint.mode"
@@ -167,7 +167,7 @@ class Search:
 
     def plan(self, chosen: Sequence[Candidate]) -> None:
         changes = [candidate.change for candidate in chosen]
-        rows = plan_changes(self.lay_out, changes, self.machine, self.full, label)
+        rows = plan_changes(self.lay_out, changes, self.machine, self.full, words_of)
         for candidate, row in zip(chosen, rows, strict=True):
             _, plan = row
             candidate.plan = plan if isinstance(plan, Plan) else None
@@ -183,12 +183,11 @@ class Search:
     def lines(self, config: Config, title: str = "") -> list[str]:
         """Return what was looked at, a ranked table, and why others are slower."""
         return [
-            f"{self.layouts:,} layouts: {self.refused:,} cannot run, {self.too_large:,} cannot fit"
-            " (parameters, optimizer and microbatches in flight alone), by formula; of the others"
-            f" {len(self.planned):,} are planned, and {len(self.waiting):,} not: slower, or larger"
-            " than the device if they need as much more than by formula as those of their kind",
+            f"{self.layouts:,} layouts: {self.refused:,} cannot run, {self.too_large:,} cannot fit,"
+            f" {len(self.planned):,} planned, {len(self.waiting):,} not (slower or too large, by"
+            " formula)",
             title,
-            *table(self.rows, label),
+            *table(self.rows, words_of, functools.partial(reason, fitting(self.rows))),
             *outcome(config, self.rows, len(self.waiting)),
         ]
 
@@ -213,7 +212,7 @@ def with_room(rows: Sequence[Row]) -> list[Plan]:
 
 
 def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[str]:
-    """Return the lines below a table: why the others are slower, and the keys of the best.
+    """Return the lines below a table: published runs like the best plan, and its keys.
 
     not_planned: layouts that may fit by formula and were not planned.
     """
@@ -224,16 +223,11 @@ def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[s
         none = f"none of the {len(rows):,} planned fits" if not_planned else "no layout fits"
         return ["", none]
     best_change, best = fit[0]
-    lost = [
-        f"  {why_lost(plan, best)}: {label(change)}"
-        for change, plan in rows
-        if isinstance(plan, Plan) and plan is not best
-    ]
     keys = _options(differing(config, best_change))
     evidence = best.evidence.in_words()
     if not best.evidence.is_known:
         evidence = f"speeds are not known for this kind of run: {evidence}"
-    return ["", "why the others lost", *lost, "", evidence, f"best: {keys}"]
+    return ["", evidence, f"best: {keys}"]
 
 
 def _options(change: Change) -> str:
@@ -321,21 +315,22 @@ def degrees_on(
                 yield {"tp": tp, "pp": pp, "cp": cp, "dp_shard": shard, "dp_replicate": dp // shard}
 
 
-def label(change: Change) -> str:
-    """Describe a layout of `space` in a few words."""
+def words_of(change: Change) -> Words:
+    """Describe a layout of `space` by subject."""
     degrees = {axis: int(change[f"parallelism.{key}"]) for axis, key in DEGREES.items()}
-    words = [
-        describe_degrees(degrees),
-        f"batch {change['training.local_batch_size']}",
-        "checkpointing " + " ".join(change[key] for key in (MODE, OPTION) if key in change),
-    ]
+    checkpointing = " ".join(change[key] for key in (MODE, OPTION) if key in change)
+    words = {
+        "degrees": describe_degrees(degrees),
+        "batch": f"batch {change['training.local_batch_size']}",
+        "checkpointing": f"checkpointing {checkpointing}",
+    }
     if int(change.get("parallelism.expert_parallel_degree", "1")) > 1:
-        words.append(f"experts over {change['parallelism.expert_parallel_degree']}")
+        words["experts"] = f"experts over {change['parallelism.expert_parallel_degree']}"
     if degrees["pp"] > 1:
-        words.append(change["parallelism.pipeline_parallel_schedule"])
-    words.append(f"FSDP once per {change['parallelism.fsdp_communication']}")
-    words.append(f"{change['compile.bucketing']} buckets")
-    return ", ".join(words)
+        words["schedule"] = change["parallelism.pipeline_parallel_schedule"]
+    words["communication"] = f"FSDP once per {change['parallelism.fsdp_communication']}"
+    words["buckets"] = f"{change['compile.bucketing']} buckets"
+    return words
 
 
 def differing(config: Config, change: Change) -> Change:
@@ -680,6 +675,16 @@ def _logits_bytes(layout: PlannedLayout, sizes: _Sizes) -> float:
     computed, _ = itemsizes(layout.config.training)
     tokens = layout.loss_chunk or sizes.tokens
     return computed * tokens * layout.model.vocab_size / layout.degrees["tp"]
+
+
+def reason(fit: Sequence[tuple[Change, Plan]], plan: Plan) -> str:
+    """Return the bottleneck of the best plan, and why another one lost.
+
+    fit: the plans that fit, the best first.
+    """
+    if not fit or plan is fit[0][1]:
+        return what_binds(plan)
+    return why_lost(plan, fit[0][1])
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

@@ -271,7 +271,7 @@ def uncertainty_line(plan: Plan) -> str:
         numbered = "; keys that name blocks count them from each stage's first"
     return (
         f"ranges (80%): errors of plans of published runs{guessed}; stages of {traced} blocks"
-        f" traced; no waiting for the loader{numbered}; planned in {plan.seconds:.0f} s"
+        f" traced; no waiting for the loader{numbered}"
     )
 
 
@@ -295,10 +295,8 @@ def what_binds(plan: Plan) -> str:
     if share < SHORT_WAIT:
         recomputed = 1 - plan.mfu(step) / plan.hfu(step)
         recomputes = f", {100 * recomputed:.0f}% of it recomputation" if recomputed > 0.05 else ""
-        return (
-            f"computation{recomputes}; the longest wait is {part_name(longest)},"
-            f" {100 * share:.0f}% of the step"
-        )
+        name = part_name(longest).removeprefix("waiting for ")
+        return f"computation{recomputes}; longest wait: {name}, {100 * share:.0f}%"
     axis = longest.removeprefix("exposed.")
     between = ", between nodes" if step.across.get(axis) else ""
     return f"{part_name(longest)}{between}: {100 * share:.0f}% of the step"
@@ -359,7 +357,6 @@ def as_json(plan: Plan) -> str:
         "traced_blocks": {
             " ".join(beside) or "blocks": depths for beside, depths in plan.depths.items()
         },
-        "planning_seconds": round(plan.seconds, 1),
     }
     return json.dumps(values, indent=1)
 

@@ -82,7 +82,7 @@ def planned(seconds=1.0, memory=70.0, **parts):
     found = Memory(
         0, "forward", {"activations": memory * GIB}, reserved=memory * GIB, outside=2 * GIB
     )
-    return Plan(layout(), H100, step, found, EVIDENCE, {("output",): (2, 4)}, 1.0)
+    return Plan(layout(), H100, step, found, EVIDENCE, {("output",): (2, 4)})
 
 
 def test_a_grid_is_every_combination():
@@ -116,6 +116,15 @@ def test_those_that_fit_come_first_and_the_fastest_of_them():
         "wrong",
     ]
     assert lines[-1].endswith("is wrong")
+
+
+def test_what_all_changes_have_in_common_is_told_once():
+    rows = [({"a": "1", "b": "2"}, planned(1.0)), ({"a": "1", "b": "3", "c": "4"}, planned(2.0))]
+    first, _, *lines = table(rows)
+    assert first == "all: a=1"
+    assert [line.split("yes")[1].split(";")[0].strip() for line in lines] == ["b=2", "b=3, c=4"]
+    _, line = table(rows[:1])
+    assert "  a=1, b=2; " in line
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ def plan():
         Memory(0, "forward", {}, 0.0, 0.0),
         EVIDENCE,
         depths,
-        1.0,
         timelines,
     )
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,16 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("15T", 15e12), ("1.5b", 1.5e9), ("300M", 3e8), ("15e12", 15e12)]
+    ("text", "tokens"),
+    [
+        ("15T", 15e12),
+        ("1.5b", 1.5e9),
+        ("300M", 3e8),
+        ("15e12", 15e12),
+        ("2B tokens", 2e9),  # as in [lr_scheduler]
+        ("2 B tokens", 2e9),
+        ("900 tokens", 900),
+    ],
 )
 def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
     assert number_of_tokens(text) == pytest.approx(tokens)
@@ -126,10 +134,9 @@ def test_groups_that_may_be_lost_are_planned_as_one_world(capsys):
     assert main([*options, "--world-size", "2", *groups]) == 0
     first, _, rest = capsys.readouterr().out.partition("\n")
     assert first.startswith("planned as one world of 4 ranks: the sum over 2 replica groups")
-    planned_in = r"; planned in \d+ s\n$"
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     assert main([*options, "--world-size", "4", replicas]) == 0
-    assert re.sub(planned_in, "", capsys.readouterr().out) == re.sub(planned_in, "", rest)
+    assert capsys.readouterr().out == rest
 
 
 def test_groups_that_share_local_batches_unevenly_are_planned_by_the_busiest_one():

@@ -36,12 +36,12 @@ from titan_lite.tools.plan.search import (
     Search,
     differing,
     in_flight_by_rank,
-    label,
     least_bytes,
     outcome,
     space,
     step_seconds,
     why_lost,
+    words_of,
 )
 
 RECIPES = Path(__file__).parents[4] / "train_configs"
@@ -120,7 +120,7 @@ def test_experts_are_split_inside_a_node_or_not_at_all():
         for change in found
     }
     assert with_capacity == {("1", "0"), ("2", "1.5"), ("4", "1.5"), ("8", "1.5")}
-    assert any(", experts over 8" in label(change) for change in found)
+    assert any(words_of(change).get("experts") == "experts over 8" for change in found)
     dense = list(space(Config(model=Model(flavor="8B")), 16, H100, 16))
     assert not any("parallelism.expert_parallel_degree" in change for change in dense)
 
@@ -189,7 +189,7 @@ def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
         if each["parallelism.pipeline_parallel_degree"] == "2"
         and each["parallelism.tensor_parallel_degree"] == "4"
     )
-    words = label(change)
+    words = ", ".join(words_of(change).values())
     assert words.startswith("pp 2 x dp_shard 2 x tp 4, batch ")
     assert "1F1B" in words
     keys = differing(config, change)
@@ -345,9 +345,7 @@ def test_a_search_goes_on_until_one_fits_and_counts_the_rest(monkeypatch):
     # the first cannot fit; the fourth would not if it needs 1.24 times as much, as the second does
     assert bench.planned == [1, 2, 4, 5]
     assert lines[0] == (
-        "6 layouts: 0 cannot run, 1 cannot fit (parameters, optimizer and microbatches in flight"
-        " alone), by formula; of the others 4 are planned, and 1 not: slower, or larger than the"
-        " device if they need as much more than by formula as those of their kind"
+        "6 layouts: 0 cannot run, 1 cannot fit, 4 planned, 1 not (slower or too large, by formula)"
     )
     assert lines[-1].startswith("best: --")
     assert lines[-2].startswith("plans of 3 published runs (8B, inductor, bfloat16, H100 at 500 W)")
@@ -358,9 +356,13 @@ def test_a_search_stops_when_enough_fit_with_room(monkeypatch):
     bench = Bench(monkeypatch, [(50, 79.7), (50, 70), (50, 60), (50, 60), (50, 60)])
     lines = bench.search(2)
     assert bench.planned == [0, 1, 2, 3]  # two at a time
-    fits = [line.split()[7] for line in lines[3:7]]
+    assert lines[2] == "all: dp_shard 16, batch 1, block buckets"
+    assert not any("buckets" in line for line in lines[3:])
+    assert lines[4].endswith("; computation; longest wait: clipping and optimizer, 0%")
+    assert lines[5].endswith(": computation +1 s per step")
+    fits = [line.split()[7] for line in lines[4:8]]
     assert fits == ["yes", "yes", "yes", "tight"]  # the fastest is tight, and not the best
-    assert "of the others 4 are planned, and 1 not: slower" in lines[0]
+    assert "4 planned, 1 not" in lines[0]
 
 
 def test_a_layout_waits_for_one_of_its_kind_alone(monkeypatch):
@@ -495,6 +497,6 @@ def test_a_search_that_is_stopped_counts_what_it_did_not_plan(monkeypatch, capsy
     with pytest.raises(KeyboardInterrupt, match="stopped after 1 plans"):
         search_lines(subject, 3, full=False)
     lines = capsys.readouterr().out.splitlines()
-    assert "of the others 1 are planned, and 4 not" in lines[1]
+    assert "1 planned, 4 not" in lines[1]
     assert lines[2] == "PARTIAL"
     assert lines[-1].startswith("best: --")
