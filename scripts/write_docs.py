@@ -12,7 +12,6 @@ of the page is written by hand.
 
 import argparse
 import ast
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,8 @@ from pydantic.fields import FieldInfo
 from titan_lite.config import SECTIONS
 from titan_lite.config.effects import Effect, OnlyWith
 from titan_lite.config.errors import in_toml
-from titan_lite.config.help import accepted, doc_of
+from titan_lite.config.help import doc_of
+from titan_lite.config.sections import choices_of
 from titan_lite.tools.plan.published import PublishedRun, evidence_among, published_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,38 +42,34 @@ def key_tables() -> str:
     lines = []
     for section, cls in SECTIONS.items():
         lines += [f"## [{section}]", "", doc_of(section), ""]
-        lines += ["| key | default | values | purpose |", "|---|---|---|---|"]
+        lines += ["| key | default | purpose |", "|---|---|---|"]
         for name, field in cls.model_fields.items():
-            cells = (f"`{name}`", f"`{in_toml(field.default)}`", values(field), purpose(field))
+            cells = (f"`{name}`", values(field), purpose(field))
             escaped = [cell.replace("|", "&#124;").replace("<", "&lt;") for cell in cells]
             lines.append(f"| {' | '.join(escaped)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-SIGNS = {  # words of `accepted`: how a table says it
-    r"^an? (?:integer|number) at least (\S+) and at most (\S+?)(,|$)": r"\1 to \2\3",
-    r"^an? (?:integer|number) at most (\S+) and at least (\S+)": r"\2 to \1",
-    r"^an? (?:integer|number) ": "",
-    r" and (?=at least|at most|above|below)": ", ",
-    r"\bat least ": "≥ ",
-    r"\bat most ": "≤ ",
-    r"\babove ": "> ",
-    r"\bbelow ": "< ",
-    r"^one of ": "",
+def values(field: FieldInfo) -> str:
+    """Return the default of a key, and the other words that it accepts, if its docstring has not
+    all of them.
+    """
+    others = [word for word in choices_of(field.annotation) if word != field.default]
+    if all(word in (field.description or "") for word in others):
+        others = []
+    return ", ".join(f"`{in_toml(value)}`" for value in (field.default, *others))
+
+
+AT_RESUME = {  # effects of a new value in few words, which the page explains
+    Effect.RESTARTS_DATA: "Restarts data",
+    Effect.RESTARTS_OPTIMIZER: "Restarts optimizer",
+    Effect.ROUNDING: "Rounding",
 }
 
 
-def values(field: FieldInfo) -> str:
-    """Return the values that a key accepts, with signs in place of words."""
-    words = accepted(field)
-    for pattern, sign in SIGNS.items():
-        words = re.sub(pattern, sign, words)
-    return words
-
-
 def purpose(field: FieldInfo) -> str:
-    """Return the docstring of a key in one line, and what another value does at a resume."""
+    """Return the docstring of a key in one line, and what a new value does at a resume."""
     words = " ".join((field.description or "").split())
     effect = next((mark for mark in field.metadata if isinstance(mark, Effect)), None)
     if effect is None:
@@ -83,7 +79,7 @@ def purpose(field: FieldInfo) -> str:
         for mark in field.metadata
         if isinstance(mark, OnlyWith)
     ]
-    return f"{words} Changed at a resume: {effect.value}{''.join(conditions)}."
+    return f"{words} *{AT_RESUME[effect]}{''.join(conditions)}*"
 
 
 # --- docs/design.md -------------------------------------------------------------------------------

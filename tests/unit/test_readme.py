@@ -183,10 +183,3 @@ def test_the_drawing_has_no_arrow_that_a_longer_way_replaces(write_docs):
     }
     with pytest.raises(ValueError, match="circle: a, b"):
         write_docs.shortened({"a": {"b"}, "b": {"a"}})
-
-
-def test_recipes_lists_every_recipe():
-    rows = re.findall(
-        r"^\| `([\w.]+\.toml)` \|", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE
-    )
-    assert sorted(rows) == sorted(path.name for path in (ROOT / "train_configs").glob("*.toml"))

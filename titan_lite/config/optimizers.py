@@ -34,7 +34,7 @@ class Algorithm:
 
 OPTIMIZERS = {  # by optimizer.name
     "AdamW": Algorithm(
-        about="momentum over the root of a second moment",
+        about="two moments",
         keys=(*ADAMW_KEYS, "state_dtype"),
         moments=("exp_avg", "exp_avg_sq"),
         update_bytes_bfloat16=144.0,

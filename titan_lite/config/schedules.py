@@ -15,7 +15,7 @@ from titan_lite.features import part_of_each
 class ScheduleKind:
     """A schedule, but for the order of its actions."""
 
-    about: str  # for the help
+    about: str  # stages per rank, in words for the help
     stages_per_rank: int  # its own number
     # stages go round the ranks, stages_per_rank times or more
     goes_round: bool = False
@@ -26,9 +26,9 @@ class ScheduleKind:
 
 
 SCHEDULES = {  # by parallelism.pipeline_parallel_schedule
-    "1F1B": ScheduleKind("one stage per rank", 1),
-    "GPipe": ScheduleKind("one stage per rank, all forwards first", 1),
-    "Interleaved1F1B": ScheduleKind("two or more stages per rank", 2, goes_round=True),
+    "1F1B": ScheduleKind("one", 1),
+    "GPipe": ScheduleKind("one, all forwards first", 1),
+    "Interleaved1F1B": ScheduleKind("two or more", 2, goes_round=True),
 }
 for _keys in part_of_each("keys"):
     for _name, _row in getattr(_keys, "SCHEDULES", {}).items():

@@ -86,103 +86,98 @@ class Job(Section):
 
 @with_added_keys("model")
 class Model(Section):
-    """The model and its tokenizer."""
+    """The model and its tokenizer. A number that is 0 is the flavor's."""
 
     name: FamilyName = "llama3"
-    """Model family, a key of FAMILIES in config/families.py, or the path of a Python file with a
-    family of your own."""
+    """Model family (config/families.py), or a Python file with one of your own."""
 
     flavor: str = "debug"
-    """Size, a flavor of the family in config/families.py; empty: the keys below give the shape;
-    from_weights, or no flavor beside checkpoint.initial_load_path: they and the tokenizer are those
-    of that folder."""
+    """Size, such as 8B. Empty: the keys below give the shape. from_weights, or not set beside
+    checkpoint.initial_load_path: shape and tokenizer of that folder."""
 
     dim: Annotated[int, Field(ge=1, le=2**18)] | Literal[0] = 0
-    """Width of the residual stream; 0: the flavor's."""
+    """Width of the residual stream."""
 
     n_layers: Annotated[int, Field(ge=1, le=1024)] | Literal[0] = 0
-    """Transformer blocks; 0: the flavor's."""
+    """Transformer blocks."""
 
     n_heads: Annotated[int, Field(ge=1, le=4096)] | Literal[0] = 0
-    """Query heads; 0: the flavor's."""
+    """Query heads."""
 
     n_kv_heads: Annotated[int, Field(ge=1, le=4096)] | Literal[0] = 0
-    """Key/value heads, shared by query heads; 0: the flavor's."""
+    """Key/value heads."""
 
     head_dim: Annotated[int, Field(ge=2, le=2**12)] | Literal[0] = 0
-    """Numbers of a query, key or value of one head; 0: dim / n_heads, or for a family with a size
-    of its own the flavor's."""
+    """Width of a head; 0: dim / n_heads, or the flavor's in families that fix it."""
 
     hidden_dim: Annotated[int, Field(ge=1, le=2**20)] | Literal[0] = 0
-    """Width within feed_forward, or of an expert; 0: the flavor's."""
+    """Width of feed_forward, or of an expert."""
 
     n_experts: Annotated[int, Field(ge=1, le=2**16)] | Literal[0] = 0
-    """Experts of a block, of a family that has experts; 0: the flavor's."""
+    """Experts of a block."""
 
     experts_per_token: Annotated[int, Field(ge=1, le=2**16)] | Literal[0] = 0
-    """Experts that a token is computed by; 0: the flavor's."""
+    """Experts that compute a token."""
 
     vocab_size: Annotated[int, Field(ge=1, le=2**22)] | Literal[0] = 0
-    """Rows of the embedding, at least the tokenizer's tokens; 0: the flavor's."""
+    """Rows of the embedding, at least the tokenizer's tokens."""
 
     tied_embeddings: Literal["flavor", "yes", "no"] = "flavor"
-    """yes: embedding and output are one weight; no: they are two; flavor: as the flavor has it."""
+    """yes: embedding and output are one weight; no: two."""
 
     rope_theta: ZeroOrAtLeastOne = Field(0.0, le=1e9)
-    """Base of the rotary frequencies; 0: the flavor's."""
+    """Base of the rotary frequencies."""
 
     rope_scaling_factor: ZeroOrAtLeastOne = Field(0.0, le=1024)
-    """Divisor of the low rotary frequencies, as in Llama 3.1; 1: no scaling; 0: the flavor's."""
+    """Divisor of the low rotary frequencies, as in Llama 3.1; 1: no scaling."""
 
     rope_scaling_low_freq_factor: float = Field(0.0, ge=0, le=1024)
     """Frequencies with fewer turns in rope_scaling_original_max_seq_len tokens are divided; 0: the
     flavor's, or 1."""
 
     rope_scaling_high_freq_factor: float = Field(0.0, ge=0, le=1024)
-    """Frequencies with more turns in so many tokens stay; 0: the flavor's, or 4."""
+    """Frequencies with more turns there stay; 0: the flavor's, or 4."""
 
     rope_scaling_original_max_seq_len: Annotated[int, Field(ge=1, le=2**24)] | Literal[0] = 0
-    """Tokens of a sequence before the context was extended; 0: the flavor's, or 8192."""
+    """Context in tokens before its extension; 0: the flavor's, or 8192."""
 
     norm_eps: float = Field(0.0, ge=0, lt=1)
-    """Added to the mean square in RMSNorm; 0: the flavor's."""
+    """Added to the mean square in RMSNorm."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=2**24)] | Literal[0] = 0
-    """Upper bound of training.seq_len, and of a generated text; 0: the flavor's."""
+    """Upper bound of training.seq_len, and of a generated text."""
 
     tokenizer_path: RecipePath = ""
-    """Tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json; empty:
-    that of checkpoint.initial_load_path."""
+    """Tokenizer: a file in tiktoken's format, or a tokenizer.json; empty: that of
+    checkpoint.initial_load_path."""
 
 
 @with_added_keys("training")
 class Training(Section):
-    """Batch size, sequence length, steps and precision; which steps are skipped."""
+    """Batch size, sequence length, steps, precision, skipped steps."""
 
     local_batch_size: Rounding[int] = Field(8, ge=1, le=2**16)
     """Sequences per forward of a data-parallel rank or its pipeline."""
 
     global_batch_size: Annotated[int, Field(ge=1, le=2**20)] | Literal[-1] = -1
     """Sequences per optimizer step over all ranks; more than local_batch_size x data-parallel
-    degree means gradient accumulation; -1: one local batch per data-parallel rank."""
+    degree accumulates gradients; -1: that product."""
 
     global_batch_ramp: tuple[str, ...] = ()
-    """Other global batch sizes at the beginning: ["64 until 1000", "128 until 3000"] is 64
-    sequences up to step 1000, 128 up to step 3000, and then global_batch_size."""
+    """Global batch sizes at the beginning: ["64 until 1000", "128 until 3000"] is 64 up to step
+    1000, 128 up to 3000, then global_batch_size."""
 
     seq_len: int = Field(2048, ge=1, le=2**24)
     """Tokens per sequence."""
 
     mask_documents: bool = False
-    """A token attends only to its own document, not to those packed before it (Llama 3, section
-    3.2); by FlashAttention on NVIDIA GPUs in bfloat16; with context parallelism and elsewhere by a
-    mask of all pairs of tokens."""
+    """A token attends only to its own document (Llama 3, section 3.2): by FlashAttention on NVIDIA
+    GPUs in bfloat16, else, and with context parallelism, by a mask of all pairs of tokens."""
 
     attention_kernel: Rounding[Literal["auto", "cudnn", "FA2", "FA3", "FA4"]] = "auto"
-    """Attention on NVIDIA GPUs: auto is torch's choice (a new cuDNN on H100 and B200, else
-    FlashAttention 2) and with context parallelism FlashAttention 2; FA3 (H100, package
-    flash_attn_interface) and FA4 (H100 and B200, package flash_attn) are newer ones; mask_documents
-    and context parallelism know no cuDNN."""
+    """Attention on NVIDIA GPUs. auto: torch's choice, with context parallelism FlashAttention 2;
+    FA3: H100, package flash_attn_interface; FA4: H100 and B200, package flash_attn; cudnn: not with
+    mask_documents or context parallelism."""
 
     max_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global L2 norm."""
@@ -191,32 +186,30 @@ class Training(Section):
     """Optimizer steps of the run, resumed parts included."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Gathered parameters, activations, all-gather traffic."""
+    """Dtype of gathered parameters, their traffic and activations."""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Gradient reduction and accumulation, its traffic."""
+    """Dtype in which gradients are reduced and accumulated."""
 
     float32_matmul_precision: Rounding[Literal["highest", "high", "medium"]] = "highest"
-    """Argument of torch.set_float32_matmul_precision, for matmuls of float32 tensors: high
-    lets GPUs compute them in TF32, about eight times as fast, with 10 bits of mantissa; no effect
-    on matmuls in bfloat16."""
+    """Argument of torch.set_float32_matmul_precision: high is TF32 on GPUs, about eight times as
+    fast in float32, with 10 bits of mantissa."""
 
     loss_chunk_tokens: Rounding[int] = Field(0, ge=-1, le=2**24)
-    """Tokens of a microbatch that a rank projects to the vocabulary at a time, with their part of
-    loss and gradients, so that logits of all never exist; at most 16 chunks. 0: all at once if
-    logits, copies and gradients take at most 1.5 GiB (12 bytes for each token and entry of the
-    vocabulary on the rank), else chunks of that size, at most 8; -1: all at once."""
+    """Tokens whose logits a rank has at a time, at least 1/16 of a microbatch. 0: all if logits,
+    copies and gradients (12 bytes a token and vocabulary entry) take at most 1.5 GiB, else up to 8
+    chunks; -1: all."""
 
     gc_freq: int = Field(50, ge=1)
-    """Interval of Python's garbage collection, at once on all ranks, in steps."""
+    """Steps between garbage collections of Python, on all ranks at once."""
 
     compare_replicas_freq: int = Field(100, ge=0)
-    """Interval in steps at which ranks compare their copies of a parameter or of optimizer state;
-    they also do at the start and before a save. If copies differ or a value is not finite, the run
-    ends and saves nothing; 0: no interval."""
+    """Steps between comparisons of the ranks' copies of parameters and optimizer state, beside
+    those at the start and before saves. If copies differ or a value is not finite, the run ends
+    without saving; 0: none between."""
 
     max_nonfinite_steps: int = Field(10, ge=1)
-    """Steps with a non-finite loss or gradient are skipped; this many in a row stop the run."""
+    """Steps with a non-finite loss or gradient are skipped; this many in a row end the run."""
 
     spike_window: Annotated[int, Field(ge=2)] | Literal[0] = 0
     """Skip a step whose loss is far above the mean of this many steps before (a spike); 0: off."""
@@ -232,7 +225,7 @@ class Optimizer(Section):
     name: RestartsOptimizer[Literal[tuple(OPTIMIZERS)]] = Field(  # type: ignore[valid-type]
         "AdamW",
         description="; ".join(f"{name}: {row.about}" for name, row in OPTIMIZERS.items())
-        + ". AdamW has the parameters that another one is not for.",
+        + ". Other parameters are AdamW's.",
     )
 
     lr: float = Field(3e-4, gt=0)
@@ -242,17 +235,18 @@ class Optimizer(Section):
     """Decay of the first moment; Lion: of the momentum in a step's direction."""
 
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of the second moment and of other statistics; Lion: of the momentum that is kept."""
+    """Decay of the second moment and of Shampoo's statistics; Lion: of the momentum that is
+    kept."""
 
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of AdamW."""
 
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled decay a step of all but RMSNorm weights, times the learning rate."""
+    """Decoupled decay of all but RMSNorm weights, times the learning rate."""
 
     state_dtype: Rounding[Literal["float32", "bfloat16"]] = "float32"
-    """AdamW, Lion: dtype of the moments. In bfloat16, AdamW keeps 8 bytes a parameter in place of
-    12 with the weight, and Lion 6 in place of 8; each update is computed in float32."""
+    """Dtype of AdamW's and Lion's moments. bfloat16: weight and moments take 8 bytes a parameter in
+    place of 12 (Lion: 6 of 8); updates are computed in float32."""
 
 
 @with_added_keys("lr_scheduler")
@@ -263,21 +257,19 @@ class LRScheduler(Section):
     """Steps of linear warm-up from zero."""
 
     decay_begin: Moment = ""
-    """Where the decay begins: a step, the last one at the peak; "80%" of training.steps; or "2B
-    tokens" (M, B, T) since the first step. Empty: so that the decay ends with the run."""
+    """Last step at the peak: a number, "80%" of training.steps, or "2B tokens" (M, B, T). Empty: so
+    that the decay ends with the run."""
 
     decay_length: Moment = ""
-    """Length of the decay, in the same forms; 0: none, as for a trunk that others cool down from.
-    Empty: up to the end of the run, and without decay_begin from the end of the warm-up on. With
-    both keys the learning rate does not depend on training.steps, so a run may stop early, or be
-    prolonged, without a jump."""
+    """Length of the decay, in the same forms; 0: none. Empty: to the end of the run, and without
+    decay_begin from the end of the warm-up. With both keys a run may be shortened or prolonged
+    without a jump."""
 
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay."""
 
     min_lr_factor: float = Field(0.0, ge=0, le=1)
-    """The learning rate at the end of the decay, as a share of lr. The decay ends one step after
-    the last one, so the last step learns even with 0."""
+    """Learning rate at the end of the decay, one step after the last, as a share of lr."""
 
 
 @with_added_keys("parallelism")
@@ -285,7 +277,7 @@ class Parallelism(Section):
     """The layout of ranks; the product of all degrees is the number of ranks."""
 
     data_parallel_replicate_degree: int = Field(1, ge=1)
-    """Replicas of the sharded model (HSDP; DDP if shard degree is 1)."""
+    """Replicas of the sharded model (HSDP; DDP if the shard degree is 1)."""
 
     data_parallel_shard_degree: Annotated[int, Field(ge=1)] | Literal[-1] = -1
     """Ranks that a replica is sharded over (FSDP); -1: all remaining ranks."""
@@ -297,77 +289,68 @@ class Parallelism(Section):
     """Ranks that each sequence is split over."""
 
     expert_parallel_degree: int = Field(1, ge=1)
-    """Ranks that the experts of a block are split over, of those of the shard, context and tensor
-    degrees, whose product it divides. Tokens travel in place of experts: for small microbatches,
-    and for experts that take too much memory when they are gathered (docs/moe.md)."""
+    """Ranks that the experts of a block are split over; it divides shard x context x tensor degree.
+    Tokens travel in place of weights (docs/moe.md)."""
 
     pipeline_parallel_degree: int = Field(1, ge=1)
     """Groups of ranks that the layers are split over."""
 
     pipeline_parallel_schedule: Literal[tuple(SCHEDULES)] = Field(  # type: ignore[valid-type]
         "1F1B",
-        description="Order of forwards and backwards in the pipeline. "
+        description="Pipeline schedule, by its stages per rank. "
         + "; ".join(f"{name}: {schedule.about}" for name, schedule in SCHEDULES.items())
         + ".",
     )
 
     pipeline_parallel_microbatch_size: Rounding[int] = Field(1, ge=1)
-    """Sequences per pipeline microbatch, of the local_batch_size."""
+    """Sequences of local_batch_size per pipeline microbatch."""
 
     pipeline_parallel_stages_per_rank: Annotated[int, Field(ge=1)] | Literal[-1] = -1
-    """Stages per pipeline rank; -1: the fewest that the schedule admits."""
+    """Stages per pipeline rank; -1: the fewest of the schedule."""
 
     pipeline_parallel_first_stage_less_layers: int = Field(1, ge=0)
-    """Layers less in the first stage, which has the embedding."""
+    """Layers less in the first stage, which also has the embedding."""
 
     pipeline_parallel_last_stage_less_layers: int = Field(1, ge=0)
-    """Layers less in the last stage, which has norm, output and loss."""
+    """Layers less in the last stage, which also has norm, output and loss."""
 
     pipeline_parallel_split_points: tuple[str, ...] = ()
     """First modules of all stages but the first, such as layers.2 layers.4; empty: automatic."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Gathered weights that are freed after forward and gathered again in backward: all of them
-    (always), none (never), or all but those of fsdp_keep_gathered (default); fsdp_communication =
-    step keeps all of them for a step."""
+    """Weights that are freed after forward and gathered again in backward. default: all but
+    fsdp_keep_gathered; always: all; never: none. fsdp_communication = step keeps all."""
 
     fsdp_keep_gathered: ModuleNames = ("norm", "output")
-    """Modules whose gathered weights are kept from forward to backward, such as layers.31, norm and
-    output (memory: these weights, unsharded, in mixed_precision_param); norm and output are not
-    worth freeing, since backward needs them first. A block that activation_checkpoint recomputes
-    reads the weights that are kept."""
+    """Modules whose weights stay gathered from forward to backward, such as layers.31, at the cost
+    of memory; backward needs norm and output first."""
 
     fsdp_communication: Rounding[Literal["auto", "step", "microbatch"]] = "auto"
-    """With several microbatches (gradient accumulation, pipeline): step gathers all weights and
-    reduces all gradients once per optimizer step (memory: the rank's stages, unsharded, in
-    mixed_precision_param, and their gradients in mixed_precision_reduce); microbatch does both for
-    every microbatch (traffic times the number of microbatches); auto is step if 16 bytes for each
-    parameter in a rank's shards and 8 for each gathered one leave 40% of a GPU for activations, and
-    compile.bucketing is none or block, else microbatch."""
+    """With several microbatches: step gathers weights and reduces gradients once per optimizer step
+    (memory: the rank's stages and their gradients, unsharded); microbatch does both for each; auto:
+    step if 16 bytes a sharded parameter and 8 a gathered one take at most 60% of a GPU, and
+    compile.bucketing is none or block."""
 
 
 @with_added_keys("activation_checkpoint")
 class ActivationCheckpoint(Section):
-    """Recomputation of activations instead of keeping them."""
+    """Recomputation of activations."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """none keeps every activation; full keeps each block's input and recomputes the rest; selective
-    follows selective_ac_option; memory_budget lets the compiler choose within the key
-    memory_budget."""
+    """none keeps all activations; full keeps each block's input; selective follows
+    selective_ac_option; memory_budget lets the compiler choose."""
 
     selective_ac_option: str = "op"
-    """With mode = selective: "op" keeps matmuls and attention of every block and recomputes
-    the rest, which is cheap; "op/2" also recomputes every second matmul, like TorchTitan; a
-    number such as 2 recomputes every second block."""
+    """With mode = selective: "op" keeps matmuls and attention; "op/2" recomputes every second
+    matmul, too; a number such as 2 recomputes every second block."""
 
     memory_budget: float = Field(0.5, ge=0, le=1)
-    """With mode = memory_budget and a compiled model: share of activations kept; 0 recomputes all
-    that can be, 1 nothing."""
+    """With mode = memory_budget and a compiled model: share of activations kept."""
 
 
 BUCKETINGS = {
     "none": "each has its own",
-    "block": "those of each transformer block, the last one with the last norm",
+    "block": "those of a block",
     **added_values("compile.bucketing"),
 }
 
@@ -380,11 +363,11 @@ class Compile(Section):
     """Compile each of components as one graph."""
 
     components: Rounding[tuple[Literal["model", "loss"], ...]] = ("model", "loss")
-    """Compiled parts: model, whose graph has the loss; loss alone, with the matmul by the
-    vocabulary, for which Inductor avoids float32 copies of the logits."""
+    """Compiled parts: model, whose graph has the loss; loss alone, which saves float32 copies of
+    the logits."""
 
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
-    """inductor makes kernels; aot_eager only traces (for tests)."""
+    """inductor makes kernels; aot_eager only traces, for tests."""
 
     bucketing: Literal[tuple(BUCKETINGS)] = Field(  # type: ignore[valid-type]
         "block",
@@ -394,20 +377,18 @@ class Compile(Section):
     )
 
     machine: Annotated[str, Relative(".toml")] = ""
-    """Cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL,
-    H200, H200 NVL, B200, B300, GB200, MI300X, MI325X, MI355X) or the path of a .toml file
-    (cost/profiles.py), on a CPU also the peak for MFU; empty: this GPU's profile, or measurements
-    of this CPU."""
+    """Cost model: a profile such as H100 (cost/profiles.py), or a .toml file, on a CPU also the
+    peak for MFU; empty: this GPU's profile, or measurements of this CPU."""
 
     dump_graphs: bool = False
-    """Write every graph before and after each pass to graphs/."""
+    """Write each graph before and after each pass to graphs/."""
 
     reordering: bool = True
     """Start each gather one bucket early, and wait for each reduction when the next starts."""
 
     defer_weight_grads: bool = True
-    """Compute gradients of weights while a collective of tensor or context parallelism is in
-    flight; not with asynchronous tensor parallelism."""
+    """Compute gradients of weights during collectives of tensor or context parallelism; not with
+    asynchronous tensor parallelism."""
 
     def compiles(self, component: str) -> bool:
         return self.enable and component in self.components
@@ -429,48 +410,42 @@ class Checkpoint(Section):
     """Folder of the checkpoints, inside job.dump_folder."""
 
     interval: int = Field(500, ge=1)
-    """Interval of saves in steps; the last step is saved, too."""
+    """Steps between saves; the last step is saved, too."""
 
     keep_latest_k: int = Field(3, ge=0)
-    """Checkpoints to keep; older ones are deleted; 0: keep all."""
+    """Newest checkpoints to keep; 0: all."""
 
     load_step: Annotated[int, Field(ge=1)] | Literal[-1] = -1
     """Step of the checkpoint to resume from; -1: the newest."""
 
     branch_from: RecipePath = ""
-    """Checkpoint of another run, such as "../outputs/trunk/checkpoint/step-8000", from which a run
-    that has no checkpoint of its own goes on: with its weights, optimizer and position in the data.
-    Nothing is copied."""
+    """Checkpoint of another run, such as "../outputs/trunk/checkpoint/step-8000", that a run
+    without one of its own starts from: weights, optimizer, position in the data."""
 
     initial_load_path: RecipePath = ""
-    """Initial weights of a run that has no checkpoint, for any layout: a checkpoint, a run's folder
-    (its newest one), a checkpoint of torchtitan, or a Hugging Face folder
-    (titan_lite/tools/convert.py converts between them)."""
+    """Initial weights of a run without a checkpoint: a checkpoint, a run's folder (its newest one),
+    a checkpoint of torchtitan, or a Hugging Face folder."""
 
     must_resume: bool = False
-    """Fail if no checkpoint exists, and start no new run."""
+    """Fail if there is no checkpoint."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: training waits until a checkpoint is on disk; async: training waits only for a copy
-    in host memory, and goes on while that is written; async_with_pinned_mem: the copy is pinned,
-    which is faster on GPUs. The copy's memory is kept for the next save: 12 bytes a parameter with
-    AdamW, divided by the shards."""
+    """disabled: training waits until a checkpoint is on disk; async: only for a copy in host
+    memory; async_with_pinned_mem: for a pinned copy, faster on GPUs. The copy stays in memory: 12
+    bytes a parameter with AdamW, divided by the shards."""
 
     on_failure: Literal["stop", "continue"] = "stop"
     """If a save fails: stop, or continue with a warning."""
 
     last_save_model_only: bool = False
-    """At training.steps, save the model without optimizer state; resuming from it needs
-    accept_model_only."""
+    """Save the last step without optimizer state; resuming from it needs accept_model_only."""
 
     restart_data: bool = False
-    """If a source has other documents than in the loaded checkpoint, or another order of them,
-    start the data of this recipe at its first document; later resumes continue it. Without this key
-    such a resume is an error. Sources may be added and left out without it."""
+    """If a source's documents or their order differ from the checkpoint's, start the data anew;
+    else that is an error. Sources may be added and left out anyway."""
 
     accept_model_only: bool = False
-    """Start with a new optimizer if the checkpoint has only the model, or another optimizer; else
-    that is an error."""
+    """Start with a new optimizer if the checkpoint has none or another; else that is an error."""
 
 
 class Corpus(Section):
@@ -481,12 +456,12 @@ class Corpus(Section):
         | Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", title="owner/name")]
     ) = "stdlib"
     """stdlib: documentation and sources of the running Python; local: files at path; owner/name: a
-    dataset of the Hugging Face hub, streamed; c4: allenai/c4 in English, with its own validation
-    split; prepared: tokens that titan-lite prepare wrote to path."""
+    streamed dataset of the Hugging Face hub; c4: allenai/c4 in English, with its own validation
+    split; prepared: what titan-lite prepare wrote to path."""
 
     path: RecipePath = ""
-    """File, folder or glob, on disk or at a URL, of txt, jsonl, json with one object a line (these
-    plain or compressed) or parquet, for dataset = local; a folder for dataset = prepared."""
+    """local: file, folder or glob, on disk or at a URL, of txt, jsonl, json with one object a line
+    (each also compressed) or parquet; prepared: a folder."""
 
     subset: str = ""
     """Subset of a dataset of the hub; empty: its only or default one."""
@@ -495,7 +470,7 @@ class Corpus(Section):
     """Split of a dataset of the hub."""
 
     text_field: str = "text"
-    """Field or column that holds a document's text, except in txt."""
+    """Field or column of a document's text."""
 
     @property
     def documents(self) -> tuple[str, ...]:
@@ -529,15 +504,15 @@ class Data(Corpus):
     """The documents to train on, and their loader."""
 
     sources: tuple[DataSource, ...] = ()
-    """Several corpora to mix: [[data.sources]] tables with the keys dataset, path, subset, split,
-    text_field and weight; [data] then has none of these."""
+    """Several corpora to mix: tables [[data.sources]] of dataset, path, subset, split, text_field
+    and weight, in place of the keys of [data]."""
 
     validation_fraction: RestartsData[float] = Field(0.05, ge=0, lt=1)
-    """Share of documents held out for validation, chosen by a hash of their name; where it is not
-    set and [validation] has documents of its own, 0."""
+    """Share of documents held out for validation, by a hash of their name; 0 if it is not set and
+    [validation] has documents of its own."""
 
     shuffle: RestartsData[bool] = True
-    """Shuffle documents with debug.seed, in another order in each epoch."""
+    """Shuffle documents with debug.seed, anew in each epoch."""
 
     shuffle_buffer: Annotated[RestartsData[int], OnlyWith("data.shuffle", True)] = Field(
         10_000, ge=1
@@ -545,21 +520,20 @@ class Data(Corpus):
     """Documents of 4 KiB in the shuffle buffer, over all files."""
 
     min_document_tokens: int = Field(0, ge=0)
-    """Documents with fewer tokens, BOS and EOS not counted, are left out."""
+    """Shorter documents, BOS and EOS not counted, are left out."""
 
     max_document_mib: int = Field(32, ge=1, le=4096)
     """A document of more MiB of UTF-8 is a bad one."""
 
     on_bad_document: Literal["error", "skip"] = "error"
-    """Policy for a document that cannot be read or is too large: error ends the run and names file
-    and line, skip leaves it out and lists it in bad_documents.jsonl in job.dump_folder. Empty texts
-    are always left out."""
+    """A document that cannot be read or is too large: error ends the run and names file and line;
+    skip leaves it out and lists it in bad_documents.jsonl."""
 
     max_bad_documents: int = Field(100, ge=0)
-    """More bad documents than this, over all epochs, end the run."""
+    """More bad documents, over all epochs, end the run."""
 
     num_workers: int = Field(1, ge=0, le=1024)
-    """Loader processes per rank; 0: read in the training process."""
+    """Loader processes per rank; 0: the training process reads."""
 
     prefetch: int = Field(4, ge=1, le=2**16)
     """Microbatches prepared ahead by each loader process."""
@@ -638,36 +612,35 @@ class Validation(Section):
     """The loss on documents of its own, or on those held out of [data]."""
 
     enable: bool = False
-    """Measure the loss on documents that are not trained on. Not set: true where [validation] has
-    documents of its own."""
+    """Measure the loss on documents that are not trained on; not set: true if [validation] has
+    documents."""
 
     freq: int = Field(500, ge=1)
-    """Interval of validations in steps; there is one at the end, too."""
+    """Steps between validations; there is one at the end, too."""
 
     steps: int = Field(10, ge=1)
     """Global batches per validation, the same ones each time."""
 
     path: RecipePath = ""
-    """Files to validate on, as data.path; empty: documents held out of [data]
-    (data.validation_fraction)."""
+    """As data.path; empty: documents held out of [data]."""
 
     dataset: (
         Literal["", "stdlib", "local", "c4", "prepared"]
         | Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", title="owner/name")]
     ) = ""
-    """Documents to validate on, as data.dataset; empty: the files at path, if there is one."""
+    """As data.dataset; empty: the files at path."""
 
     subset: str = ""
-    """Subset of a dataset of the hub; empty: its only or default one."""
+    """As data.subset."""
 
     split: str = "validation"
-    """Split of a dataset of the hub."""
+    """As data.split."""
 
     text_field: str = ""
-    """Field or column that holds a document's text; empty: that of [data]."""
+    """As data.text_field; empty: that of [data]."""
 
     sources: tuple[DataSource, ...] = ()
-    """Several corpora to validate on, as data.sources; each has a loss of its own, too."""
+    """As data.sources; each has a loss of its own, too."""
 
     @property
     def has_documents(self) -> bool:
@@ -677,21 +650,19 @@ class Validation(Section):
 
 @with_added_keys("metrics")
 class Metrics(Section):
-    """Logging during training; NO_COLOR=1 in the environment turns colours and the progress bar
-    off."""
+    """Logging during training; NO_COLOR=1 in the environment: no colours, no progress bar."""
 
     log_freq: int = Field(10, ge=1)
-    """Interval in steps of entries in the log, metrics.jsonl and TensorBoard."""
+    """Steps between entries in the log, metrics.jsonl and TensorBoard."""
 
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/."""
 
     enable_wandb: bool = False
-    """Log to Weights & Biases, to the project WANDB_PROJECT. Needs pip install wandb."""
+    """Log to Weights & Biases (pip install wandb), to the project WANDB_PROJECT."""
 
     show_all_warnings: bool = False
-    """Show libraries' warnings unchanged on every rank; false: each once, without those known to be
-    harmless."""
+    """Show libraries' warnings unchanged on every rank; false: each once, without harmless ones."""
 
 
 @with_added_keys("profiling")
@@ -702,30 +673,30 @@ class Profiling(Section):
     """Write torch.profiler traces to profile_traces/."""
 
     profile_freq: int = Field(10, ge=2)
-    """Interval of traces in steps; its last step is traced, or the last one of a shorter run."""
+    """Steps between traces; the last of them is traced, and in a shorter run its last."""
 
     enable_memory_snapshot: bool = False
-    """Write snapshots of CUDA memory to memory_snapshots/, every profile_freq steps and on
-    out-of-memory."""
+    """Write CUDA memory snapshots to memory_snapshots/, every profile_freq steps and when out of
+    memory."""
 
 
 @with_added_keys("comm")
 class Comm(Section):
-    """Time limits and the flight recorder."""
+    """Time limits in seconds, and the flight recorder."""
 
     init_timeout_seconds: int = Field(300, ge=1, le=365 * 86400)
-    """Limit in seconds before the first step is done, and while a checkpoint is written: a rank
-    that neither enters nor leaves a collective for this time hangs, and the run ends."""
+    """Limit until the first step is done, and for writing a checkpoint: a rank that neither enters
+    nor leaves a collective so long hangs, and the run ends."""
 
     compile_timeout_seconds: int = Field(900, ge=1, le=365 * 86400)
     """The same limit in a first step or validation that compiles."""
 
     train_timeout_seconds: int = Field(100, ge=1, le=365 * 86400)
-    """The same limit afterwards; a finished step or microbatch counts as progress, too."""
+    """The same limit afterwards; a finished step or microbatch is progress, too."""
 
     trace_buf_size: int = Field(2000, ge=0, le=2**20)
-    """Entries of the flight recorder, which shows where a run hangs; NCCL dumps it into
-    job.dump_folder on a timeout; 0: off, and collectives do not count as progress."""
+    """Entries of the flight recorder, which shows where a run hangs; 0: off, and collectives do not
+    count as progress."""
 
     @property
     def longest_limit(self) -> int:
@@ -740,23 +711,23 @@ class FaultTolerance(Section):
     """Replica groups, which train on when one of them is lost (torchft)."""
 
     replica_groups: int = Field(1, ge=1, le=9999)
-    """Copies of the model that share a step, each with the processes of [parallelism]; when one is
-    lost the others go on, and it takes their state when it is back; 1: no fault tolerance."""
+    """Replicas that share a step, each with the processes of [parallelism]. When one is lost the
+    others go on, and it rejoins with their state; 1: off."""
 
     min_replica_groups: int = Field(1, ge=1, le=9999)
-    """Replica groups without which no step is taken."""
+    """Replica groups that a step needs."""
 
     lighthouse: str = ""
-    """Address of torchft's lighthouse, http://HOST:PORT, where replica groups find each
-    other; empty: ./run_train.sh starts it, and all groups, on this machine."""
+    """Address of torchft's lighthouse, http://HOST:PORT; empty: ./run_train.sh starts it, and all
+    groups, on this machine."""
 
     timeout_seconds: int = Field(40, ge=1, le=86400)
-    """Limit in seconds of a sum between replica groups, and of sending the state to another one;
-    after it a step does not count, and the groups that are alive take it again."""
+    """Limit of a sum between groups, and of sending state; then the living groups repeat the
+    step."""
 
     wait_seconds: int = Field(600, ge=1, le=365 * 86400)
-    """Limit in seconds of a wait for the lighthouse, or for min_replica_groups; then the run
-    is saved and stopped."""
+    """Limit of a wait for the lighthouse or for min_replica_groups; then the run is saved and
+    stopped."""
 
     @property
     def address(self) -> str:

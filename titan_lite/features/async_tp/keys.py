@@ -11,17 +11,16 @@ class AsyncTensorParallelKeys(Section):
     table: ClassVar[str] = "parallelism"
 
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's collectives with the matmuls beside them. Needs Inductor
-    and GPUs, whose ranks write to each other's memory."""
+    """Overlap tensor parallelism's collectives with their matmuls. Needs Inductor, and GPUs that
+    write to each other's memory."""
 
 
 class TokenChunksKeys(Section):
     table: ClassVar[str] = "compile"
 
     tensor_parallel_chunks: int = Field(1, ge=1)
-    """Chunks of tokens that a collective of tensor parallelism and its matmul are cut into,
-    so that one travels while another is computed; where the cost model of machine finds it slower,
-    nothing is cut; 1: never."""
+    """Chunks of tokens in tensor parallelism, of which one travels while another is computed; not
+    where the cost model finds it slower; 1: off."""
 
 
 KEYS = (AsyncTensorParallelKeys, TokenChunksKeys)

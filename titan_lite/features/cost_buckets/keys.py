@@ -3,8 +3,8 @@
 KEYS = ()
 VALUES = {
     "compile.bucketing": {
-        "greedy": "as many as fit under the computation before them, by the cost model of machine",
-        "auto": "Inductor's overlap scheduler, with the same cost model",
+        "greedy": "as many as the computation before them hides, by the cost model",
+        "auto": "Inductor's overlap scheduler, with that cost model",
     }
 }
 TENSORS: dict[str, str] = {}

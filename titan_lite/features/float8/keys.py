@@ -12,20 +12,19 @@ class Float8Keys(Section):
 
     enable: bool = False
     """Compute forward and both gradients of these layers in float8; weights stay in float32.
-    Experts compute in mixed_precision_param, and routers in float32."""
+    Experts compute in mixed_precision_param, routers in float32."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Numbers that share a scale. tensorwise: those of a tensor, the fastest; rowwise: those of a
-    row, with scales that are powers of two, more exact; rowwise_with_gw_hp: also of a row, and
-    gradients of weights are computed in mixed_precision_param, the most exact."""
+    """Numbers that share a scale. tensorwise: a tensor's, the fastest; rowwise: a row's, more
+    exact; rowwise_with_gw_hp: a row's, and gradients of weights in mixed_precision_param, the most
+    exact."""
 
     all_gather: bool = False
-    """FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward
-    multiplies by columns of a weight."""
+    """FSDP gathers these weights in float8, half the bytes; only tensorwise."""
 
     filter_fqns: ModuleNames = ()
-    """Layers of the blocks that stay in mixed_precision_param, by parts of their names:
-    "attention.wk", "layers.0", "w2"; embedding and output always do."""
+    """Layers that stay in mixed_precision_param, by parts of their names: "attention.wk",
+    "layers.0"; embedding and output always do."""
 
 
 KEYS = (Float8Keys,)

@@ -16,14 +16,13 @@ class MatrixOptimizerKeys(Section):
     """Muon: decay of the momentum."""
 
     nesterov: bool = True
-    """Muon: add the gradient once more to its momentum, before it is made orthogonal."""
+    """Muon: Nesterov momentum."""
 
     ns_steps: int = Field(5, ge=1, le=99)
     """Muon: steps of the Newton-Schulz iteration."""
 
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Muon: dtype of the Newton-Schulz iteration, and of the traffic of matrices to their owners
-    and back."""
+    """Muon: dtype of that iteration, and of matrices on the way to their owners and back."""
 
     max_preconditioner_dim: Annotated[
         RestartsOptimizer[int], OnlyWith("optimizer.name", "Shampoo")
@@ -31,27 +30,27 @@ class MatrixOptimizerKeys(Section):
     """Shampoo: larger matrices are cut into blocks of at most so many rows and columns."""
 
     precondition_frequency: int = Field(10, ge=1)
-    """Shampoo: steps from one computation of a root to the next, in which it becomes stale."""
+    """Shampoo: steps between computations of the roots."""
 
     start_preconditioning_step: int = Field(10, ge=1)
-    """Shampoo: first step with roots; earlier ones are AdamW's; in a shorter schedule its last."""
+    """Shampoo: first step with roots, at latest the last; earlier ones are AdamW's."""
 
     preconditioner_eps: float = Field(1e-5, gt=0)
-    """Shampoo: added to the eigenvalues of the statistics, times the largest of them."""
+    """Shampoo: added to the statistics' eigenvalues, relative to the largest."""
 
 
 KEYS = (MatrixOptimizerKeys,)
 TENSORS: dict[str, str] = {}
 OPTIMIZERS = {
     "Muon": Algorithm(
-        about="momentum made orthogonal, for matrices within blocks, routers excepted",
+        about="momentum made orthogonal, for matrices of blocks but routers",
         keys=(*ADAMW_KEYS, "momentum", "nesterov", "ns_steps", "ns_dtype"),
         moments=("momentum_buffer",),
         update_bytes=92.0,
         is_elementwise=False,
     ),
     "Shampoo": Algorithm(
-        about="momentum between roots of gradient statistics, for those of dense models",
+        about="roots of gradient statistics, for matrices of dense models",
         keys=(
             *ADAMW_KEYS,
             "max_preconditioner_dim",

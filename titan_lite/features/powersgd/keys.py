@@ -11,16 +11,15 @@ class PowerSGDKeys(Section):
     table: ClassVar[str] = "parallelism"
 
     replicate_compression: Literal["none", "powersgd"] = "none"
-    """Compression of gradients between replicas. none: they travel as they are, in backward;
-    powersgd: once a step after backward, as low-rank factors of each large shard, with error
-    feedback (memory: two float32 shards of these)."""
+    """powersgd: gradients between replicas travel as low-rank factors, once a step after backward,
+    with error feedback (memory: two float32 shards of them)."""
 
     replicate_rank: int = Field(8, ge=1)
-    """powersgd: columns of these factors. A shard whose factors would have more than a quarter of
-    its numbers travels as it is."""
+    """powersgd: columns of the factors; a shard that shrinks less than fourfold is not
+    compressed."""
 
     replicate_uncompressed_steps: int = Field(100, ge=0)
-    """powersgd: first steps, in which gradients change fast and travel as they are."""
+    """powersgd: first steps, which are not compressed."""
 
 
 KEYS = (PowerSGDKeys,)

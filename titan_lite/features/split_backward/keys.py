@@ -6,19 +6,19 @@ KEYS = ()
 TENSORS: dict[str, str] = {}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "InterleavedZeroBubble": dict(
-        about="two or more, and backward split into gradients of inputs and of weights",
+        about="two or more, split backward",
         stages_per_rank=2,
         goes_round=True,
         splits_backward=True,
     ),
     "ZBVZeroBubble": dict(
-        about="two, and backward split",
+        about="two, split backward",
         stages_per_rank=2,
         is_v_shaped=True,
         splits_backward=True,
     ),
     "DualPipeV": dict(
-        about="two, and some backwards split",
+        about="two, partly split backward",
         stages_per_rank=2,
         is_v_shaped=True,
         splits_backward=True,

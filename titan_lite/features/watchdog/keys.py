@@ -9,9 +9,8 @@ class WatchdogKeys(Section):
     table: ClassVar[str] = "comm"
 
     watchdog: bool = True
-    """End a run that hangs, on all ranks, with the name of the rank that the others wait for; log a
-    rank whose data is slow. false, as with a debugger: torch ends a collective after the longest of
-    these limits and 30 s."""
+    """End a run that hangs, and name the rank that the others wait for; log a rank whose data is
+    slow. false, for a debugger: torch ends a collective 30 s after the longest limit."""
 
 
 KEYS = (WatchdogKeys,)
