@@ -146,9 +146,6 @@ HERE = {
     f"{PLANNER} train_configs/llama3_8b.toml --sweep activation_checkpoint.mode=none,selective,full": Run(
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
-    f"{PLANNER} train_configs/llama3_8b.toml --world-size 128 --model.n_layers 6 --training.local_batch_size 1 --sweep compile.bucketing=none,block,auto,greedy": Run(
-        "compile.bucketing=greedy", f"{PLAN} --compile.enable", PLANNED_8B
-    ),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run(
         "complete matrices of the optimizer", PLAN, PLANNED_8B
     ),
