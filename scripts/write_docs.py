@@ -184,7 +184,7 @@ def published_table() -> str:
     classes: dict[str, list[PublishedRun]] = {}
     for run in runs:
         kind = run.kind
-        words = (kind.limited, kind.precision, kind.mode, *(["MoE"] if kind.is_moe else []))
+        words = (kind.device, kind.precision, *(["MoE"] if kind.is_moe else []))
         classes.setdefault(", ".join(words), []).append(run)
     blind = [run for run in runs if run.role == "blind"]
     rows = [

@@ -128,7 +128,6 @@ HERE = {
     'python -m titan_lite generate outputs/debug_model --prompt "def main("': Run(
         "def main(", "--max-new-tokens 5"
     ),
-    f"{PLANNER} train_configs/llama3_70b.toml": Run("waiting for tensor parallelism"),
     f"{PLANNER} train_configs/llama3_405b.toml": Run(
         "bottleneck: waiting for other pipeline ranks"
     ),
