@@ -35,6 +35,20 @@ class Parser(argparse.ArgumentParser):
         )
         self.needs_arguments = needs_arguments
 
+    def add_options_of_checkpoint(self) -> None:
+        """Add what a program needs to compute with saved weights."""
+        self.add_argument(
+            "checkpoint",
+            help="a checkpoint, a run's folder (its newest complete one), or a Hugging Face folder",
+        )
+        self.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
+        self.add_argument(
+            "--tokenizer",
+            default="",
+            metavar="FILE",
+            help="in tiktoken's format, or a tokenizer.json (default: that of the weights)",
+        )
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401 argparse's
         if self.needs_arguments and not args:
             self.print_help()

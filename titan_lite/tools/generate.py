@@ -166,10 +166,6 @@ def build_parser() -> Parser:
     parser = Parser(__doc__)
     default = "(default %(default)s)"
     parser.add_argument(
-        "checkpoint",
-        help="a run's folder (its newest complete one), a checkpoint, or a Hugging Face folder",
-    )
-    parser.add_argument(
         "--prompt",
         default="",
         metavar="TEXT",
@@ -216,13 +212,7 @@ def build_parser() -> Parser:
         metavar="NAME",
         help="cpu, cuda, cuda:1 (default: a GPU where there is one)",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="FILE",
-        help="in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)",
-    )
+    parser.add_options_of_checkpoint()
     return parser
 
 

@@ -131,10 +131,6 @@ def show(values: dict[str, float]) -> None:
 def build_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument(
-        "checkpoint",
-        help="a run's folder (its newest complete step), a checkpoint, or a Hugging Face folder",
-    )
-    parser.add_argument(
         "--tasks",
         nargs="+",
         required=True,
@@ -180,12 +176,6 @@ def build_parser() -> Parser:
             metavar="N",
             help=f"degree of {what} parallelism (default %(default)s)",
         )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="FILE",
-        help="in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)",
-    )
+    parser.add_options_of_checkpoint()
     parser.add_argument("--output", default="", metavar="FILE", help="write the scores as JSON")
     return parser
