@@ -1,11 +1,11 @@
-"""Write what is made from the sources: tables of docs/recipes.md and docs/plan.md, the
+"""Write what is made from the sources: keys of docs/recipes.md, a table of docs/plan.md, the
 drawing of docs/design.md.
 
     python scripts/write_docs.py            # writes the parts into their pages
     python scripts/write_docs.py --check    # writes nothing; exit code 1 if a page would change
 
-The tables of keys are made from the docstrings of titan_lite/config/sections.py; those of published
-runs from titan_lite/tools/plan/published.csv; the drawing from the imports of the package, and its
+The keys are made from the docstrings of titan_lite/config/sections.py; the table of published runs
+from titan_lite/tools/plan/published.csv; the drawing from the imports of the package, and its
 layers from tests/unit/test_layers.py. A part stands between two comments of its page, and the rest
 of the page is written by hand.
 """
@@ -37,28 +37,24 @@ END = "<!-- end of what scripts/write_docs.py wrote -->\n"
 # --- docs/recipes.md ------------------------------------------------------------------------------
 
 
-def key_tables() -> str:
-    """Return a table for each section of a recipe, with a line for each key."""
+def keys_of_sections() -> str:
+    """Return a list for each section of a recipe, with a line for each key."""
     lines = []
     for section, cls in SECTIONS.items():
         lines += [f"## [{section}]", "", doc_of(section), ""]
-        lines += ["| key | default | purpose |", "|---|---|---|"]
         for name, field in cls.model_fields.items():
-            cells = (f"`{name}`", values(field), purpose(field))
-            escaped = [cell.replace("|", "&#124;").replace("<", "&lt;") for cell in cells]
-            lines.append(f"| {' | '.join(escaped)} |")
+            key = f"`{name} = {in_toml(field.default)}`{other_values(field)}"
+            lines.append(f"- {key}: {purpose(field).replace('<', '&lt;')}")
         lines.append("")
     return "\n".join(lines)
 
 
-def values(field: FieldInfo) -> str:
-    """Return the default of a key, and the other words that it accepts, if its docstring has not
-    all of them.
-    """
+def other_values(field: FieldInfo) -> str:
+    """Return the words that a key accepts beside its default, "" if its docstring has them all."""
     others = [word for word in choices_of(field.annotation) if word != field.default]
     if all(word in (field.description or "") for word in others):
-        others = []
-    return ", ".join(f"`{in_toml(value)}`" for value in (field.default, *others))
+        return ""
+    return f" or {', '.join(f'`{in_toml(word)}`' for word in others)}"
 
 
 AT_RESUME = {  # effects of a new value in few words, which the page explains
@@ -232,7 +228,7 @@ def least_to_most(ratios: Iterable[float]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "recipes.md": key_tables,
+    "recipes.md": keys_of_sections,
     "design.md": drawing,
     "plan.md": published_table,
 }

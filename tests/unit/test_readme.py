@@ -154,7 +154,7 @@ def test_the_keys_that_people_set_have_their_defaults():
 
 
 def test_every_key_has_a_row(write_docs):
-    rows = re.findall(r"^\| `(\w+)` \|", write_docs.key_tables(), re.M)
+    rows = re.findall(r"^- `(\w+) = ", write_docs.keys_of_sections(), re.M)
     assert rows == [key.partition(".")[2] for key in KEYS]
 
 

@@ -6,19 +6,19 @@ KEYS = ()
 TENSORS: dict[str, str] = {}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "InterleavedZeroBubble": dict(
-        about="two or more, split backward",
+        about="two or more, backward split into gradients of inputs and of weights",
         stages_per_rank=2,
         goes_round=True,
         splits_backward=True,
     ),
     "ZBVZeroBubble": dict(
-        about="two, split backward",
+        about="two, backward split",
         stages_per_rank=2,
         is_v_shaped=True,
         splits_backward=True,
     ),
     "DualPipeV": dict(
-        about="two, partly split backward",
+        about="two, some backwards split",
         stages_per_rank=2,
         is_v_shaped=True,
         splits_backward=True,
