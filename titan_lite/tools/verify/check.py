@@ -33,8 +33,9 @@ from titan_lite.models.transformer import Transformer
 from titan_lite.tools.verify import specification
 from titan_lite.tools.verify.actions import wrong_actions
 from titan_lite.tools.verify.bridge import differences, not_alike, real_sizes
-from titan_lite.tools.verify.lockstep import Divergence, InFloat64, Ranks, evaluate
-from titan_lite.tools.verify.small import SmallRecipe, small_recipe
+from titan_lite.tools.verify.lockstep import Divergence, InFloat64, Ranks, evaluate, in_words
+from titan_lite.tools.verify.naming import KnownValues, WatchedValues
+from titan_lite.tools.verify.small import SmallRecipe, small_recipe, with_data_parallelism_alone
 from titan_lite.tools.verify.specification import Place
 from titan_lite.tools.verify.trace_ranks import TracedStage, fake_world, trace_stage
 from titan_lite.tools.verify.variants import StageVariants
@@ -58,6 +59,7 @@ class Verdict:
     parameters: int = 0  # whose gradients were compared
     error: float = 0.0  # the largest relative one of all gradients and of the loss
     differences: list[str] = field(default_factory=list)
+    first_wrong: str = ""  # the first wrong value of the graphs, in words
     not_covered: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -148,27 +150,71 @@ class Check:
         self.styles = find_family(self.layout.model.family).styles
         self.batch = Batch(self.layout, small.config.training.mask_documents)
         self.alone = plain_model(small)
+        self.wrong: set[str] = set()  # the parameters with a wrong gradient, and "loss"
+        self.watcher: KnownValues | WatchedValues | None = None
         # tensors of a rank that several ranks share, by what they depend on
         self.shared: dict[Any, Tensor] = {}
 
     def run(self) -> None:
         stages = [self.stage(index) for index in range(len(self.small.chain))]
         self.verdict.traces = sum(len(stage.traced) for stage in stages)
+        before = len(self.verdict.differences)
         for stage in stages:
             for traced in stage.traced.values():
                 self.compare_with_specification(traced)
+        places_are_right = len(self.verdict.differences) == before
         self.evaluate(stages)
+        if self.wrong and places_are_right:
+            self.verdict.first_wrong = self.first_wrong(stages)
+
+    def first_wrong(self, stages: Sequence[StageVariants]) -> str:
+        """Return the first wrong value of the graphs in words (naming.py), "" if none is found."""
+        try:
+            self.watcher = values = WatchedValues(self.ranks, self.known)
+        except Divergence:  # the fault is in data parallelism alone, too
+            return ""
+        self.run_graphs(stages)
+        self.watcher = None
+        found = values.first_wrong(self.wrong)
+        return f"{found[0]}: {in_words(found[1])}" if found else ""
+
+    @functools.cached_property
+    def known(self) -> KnownValues:
+        """The values of the same recipe with data parallelism alone."""
+        right = Check(with_data_parallelism_alone(self.small), Verdict(0, {}, ()))
+        right.watcher = known = KnownValues()
+        right.run_graphs([right.stage(index) for index in range(len(self.small.chain))])
+        return known
 
     def evaluate(self, stages: Sequence[StageVariants]) -> None:
         """Evaluate the graphs of all stages, and compare with one process."""
+        self.wrong = set()
         loss, gradients = self.reference
+        losses, found = self.run_graphs(stages)
+        self.compare_loss(losses, loss)
+        self.compare_gradients(found, gradients)
+
+    def run_graphs(self, stages: Sequence[StageVariants]) -> tuple[list[Tensor], list["Gradients"]]:
+        """Return the loss of each rank, and the gradients of each stage and kind of backward."""
         outputs: list[list[list[Any]]] = []  # of each stage's forward, by rank
         for stage in stages:
             hidden = [results[0] for results in outputs[-1]] if outputs else None
             inputs = [self.inputs_of(stage.first.inputs, rank, hidden) for rank in self.ranks]
-            outputs.append(evaluate(stage.of["forward"], stage.index, inputs))
-        self.compare_loss([results[0] for results in outputs[-1]], loss)
-        self.compare_gradients(self.run_backward(stages, outputs), gradients)
+            outputs.append(self.run_graph(stage, "forward", inputs))
+        losses = [results[0] for results in outputs[-1]]
+        return losses, self.run_backward(stages, outputs)
+
+    def run_graph(
+        self, stage: StageVariants, name: str, inputs: Sequence[Sequence[Any]]
+    ) -> list[list[Any]]:
+        """Return the results of a graph of a stage on each rank."""
+        watch = None
+        if self.watcher is not None:
+            inputs_of_forward = [value.name for value in stage.first.inputs]
+            results = {"forward": ["loss"], "reduce": stage.first.reduced}
+            graph = stage.of[name][0].graph
+            watch = self.watcher.watch(name, graph, results.get(name, inputs_of_forward))
+        return evaluate(stage.of[name], stage.index, inputs, watch)
 
     def stage(self, index: int) -> StageVariants:
         """Return the graphs of a stage on all ranks."""
@@ -289,7 +335,7 @@ class Check:
     ) -> Iterator[tuple[str, list[list[Any]]]]:
         """Yield each kind of backward, and the gradients of forward's inputs by rank."""
         if "backward" in stage.of:
-            yield "backward", evaluate(stage.of["backward"], stage.index, inputs)
+            yield "backward", self.run_graph(stage, "backward", inputs)
         if "backward_input" in stage.of:
             halves = self.run_halves(stage, inputs, len(stage.first.inputs))
             yield "backward in halves", halves
@@ -307,7 +353,7 @@ class Check:
         if self.layout.gathers_once:
             fqns = stage.first.reduced
             inputs = [[gradients[fqn][rank] for fqn in fqns] for rank in self.ranks]
-            rows = evaluate(stage.of["reduce"], stage.index, inputs)
+            rows = self.run_graph(stage, "reduce", inputs)
             gradients = {fqn: [own[i] for own in rows] for i, fqn in enumerate(fqns)}
         return gradients
 
@@ -315,12 +361,12 @@ class Check:
         self, stage: StageVariants, inputs: list[list[Any]], count: int
     ) -> list[list[Any]]:
         """Return the gradients of inputs by a backward in halves."""
-        first = evaluate(stage.of["backward_input"], stage.index, inputs)
+        first = self.run_graph(stage, "backward_input", inputs)
         kept = stage.first.kept
         between = [
             [*(inputs[rank][index] for index in kept), *first[rank][count:]] for rank in self.ranks
         ]
-        second = evaluate(stage.of["backward_weight"], stage.index, between)
+        second = self.run_graph(stage, "backward_weight", between)
         return [
             list(map(added, of_first[:count], of_second))
             for of_first, of_second in zip(first, second, strict=True)
@@ -357,6 +403,7 @@ class Check:
         for rank, loss in enumerate(losses):
             index, _ = self.places[rank].along("tp")  # the innermost axis
             if not torch.allclose(loss, losses[rank - index], rtol=TOLERANCE):
+                self.wrong.add("loss")
                 self.differ(
                     f"the loss of rank {rank} is not that of rank {rank - index}, beside tp"
                 )
@@ -366,6 +413,7 @@ class Check:
         error = float((total - expected).abs() / expected.abs())
         self.verdict.error = max(self.verdict.error, error)
         if not error <= TOLERANCE:
+            self.wrong.add("loss")
             self.differ(f"the loss is {float(total):.9g}, and {float(expected):.9g} in one process")
 
     def compare_gradients(
@@ -381,6 +429,7 @@ class Check:
             for fqn, own in gradients.by_parameter.items():
                 wrong = list(self.wrong_ranks(fqn, own, expected[fqn]))
                 if wrong:
+                    self.wrong.add(fqn)
                     _, error, factor = max(wrong, key=lambda each: each[1])
                     self.differ(
                         f"{gradients.kind}: the gradient of {fqn} is wrong on {len(wrong)} of"

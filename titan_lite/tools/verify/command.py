@@ -152,6 +152,7 @@ def verdict_lines(config: Config, verdict: Verdict) -> list[str]:
         result,
         *(f"  {difference}" for difference in shown_differences),
         *([f"  and {more} more"] if more else []),
+        *([f"first wrong value: {verdict.first_wrong}"] if verdict.first_wrong else []),
         *(f"not covered: {what}" for what in verdict.not_covered),
         f"{verdict.traces} ranks traced, {verdict.seconds:.0f} s, {peak:.1f} GiB",
     ]

@@ -14,7 +14,7 @@ an uneven shard), and are functions of coordinates (variants.py).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_lite.collectives import collectives
 from titan_lite.distributed.layout import AXES
 from titan_lite.distributed.step_gather import take_gradient
-from titan_lite.graph import KINDS, kind_of
+from titan_lite.graph import KINDS, kind_of, parameters_of
 from titan_lite.models.experts import GROUPED_GEMM, GROUPED_GEMM_OF_WEIGHTS
 
 aten = torch.ops.aten
@@ -118,6 +118,14 @@ class Variant(Protocol):
         ...
 
 
+def in_words(node: Node) -> str:
+    """Return an operator with the parameters that it is of, and its source line."""
+    fqns = parameters_of(node)
+    of = f" of {', '.join(fqns[:2])}{', ...' if len(fqns) > 2 else ''}" if fqns else ""
+    at = f" at {node.meta['source']}" if "source" in node.meta else ""
+    return f"{node} ({node.target}){of}{at}"
+
+
 # --- Operators ------------------------------------------------------------------------------------
 
 
@@ -175,7 +183,7 @@ def communicate(
         parts = [values[rank] for rank in group]
         if len({part.shape for part in parts}) > 1:
             raise Divergence(
-                f"{node}: ranks {group[0]}, {group[1]}, ... have shapes"
+                f"{in_words(node)}: ranks {group[0]}, {group[1]}, ... have shapes"
                 f" {', '.join(str(tuple(shape)) for shape in {part.shape for part in parts})}"
             )
         kind = kind_of(node)
@@ -211,8 +219,8 @@ def check_degree(node: Node, degree: object, group: Sequence[int]) -> None:
 # --- Evaluation -----------------------------------------------------------------------------------
 
 Values = dict[int, Any]  # of a node, by rank
-# What a check may do with each value: (index of the variant, node, values).
-Watch = Any
+# What is called with each node of a variant, and its values.
+Watch = Callable[[Node, Values], None]
 
 
 @dataclass
@@ -222,7 +230,7 @@ class _Run:
     variant: Variant
     members: list[int]  # ranks
     inputs: Sequence[Sequence[Any]]
-    watch: Watch = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         self.nodes = list(self.variant.graph.nodes)
@@ -283,7 +291,7 @@ class _Run:
                     known[key] = operator(*args, **kwargs)
                 except (RuntimeError, IndexError, TypeError, ValueError) as error:
                     why = str(error).splitlines()[0]
-                    raise Divergence(f"{node} ({node.target}) on rank {rank}: {why}") from error
+                    raise Divergence(f"{in_words(node)} on rank {rank}: {why}") from error
             results[rank] = known[key]
         return results
 
@@ -300,7 +308,7 @@ def evaluate(
     variants: Sequence[Variant],
     variant_of: Sequence[int],
     inputs: Sequence[Sequence[Any]],
-    watch: Watch = None,
+    watch: Watch | None = None,
 ) -> list[list[Any]]:
     """Return the results of a graph on each rank.
 
@@ -312,7 +320,7 @@ def evaluate(
             variant,
             [rank for rank, own in enumerate(variant_of) if own == index],
             inputs,
-            watch if index == 0 else None,
+            watch,
         )
         for index, variant in enumerate(variants)
     ]
@@ -327,7 +335,7 @@ def evaluate(
             )
             > 1
         ):
-            here = ", ".join(sorted({f"{node} ({node.target})" for node in stops}))
+            here = ", ".join(sorted(set(map(in_words, stops))))
             raise Divergence(f"ranks wait for each other: they are at {here}")
         if stops[0].op == "output":
             found: dict[int, list[Any]] = {}

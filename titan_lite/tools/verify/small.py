@@ -18,7 +18,7 @@ from typing import Any
 
 from titan_lite.config import KEYS_OF_MODULES, Config, Parallelism
 from titan_lite.config.families import ModelConfig
-from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
 from titan_lite.feature import features_of, low_precision
 from titan_lite.sharding import chunk_size
@@ -67,6 +67,21 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
     layout = dataclasses.replace(layout, gathers_once=real.gathers_once)
     stages = [PipelineSchedule((tuple(modules),), (0,), 1) for modules in chain]
     return SmallRecipe(config, layout, stages, backwards, without)
+
+
+def with_data_parallelism_alone(small: SmallRecipe) -> SmallRecipe:
+    """Return a small recipe for as many ranks as its layout has data-parallel ones."""
+    layout = small.layout
+    degrees = dict.fromkeys(DEGREES.values(), 1)
+    degrees[DEGREES["dp_replicate"]] = layout.dp_degree
+    config = small.config.replace(
+        parallelism=small.config.parallelism.replace(
+            **degrees, expert_parallel_degree=1, fsdp_communication="microbatch"
+        ),
+        compile=small.config.compile.replace(bucketing="none"),
+    )
+    plain = Layout.from_config(config, layout.dp_degree, layout.model)
+    return dataclasses.replace(small, config=config, layout=plain)
 
 
 def _exact(config: Config) -> tuple[Config, list[str]]:

@@ -9,21 +9,29 @@ A stage is built, cut and compiled by the code of a run (`parallelize`).
 """
 
 import dataclasses
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import TracerBase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import titan_lite
 from titan_lite.collectives import collectives
 from titan_lite.compile.model_parts import Value
 from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
+from titan_lite.compile.torch_patches import replaced
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import ranks_in
 from titan_lite.distributed.buckets import Specs, reduce_buckets
@@ -34,6 +42,16 @@ from titan_lite.distributed.step_gather import StepGradients, StepReader
 from titan_lite.dtensor import local
 from titan_lite.graph import KINDS, group_of
 from titan_lite.tools.verify.small import SmallRecipe
+
+PACKAGE = Path(titan_lite.__file__).parent
+TRACERS = (str(PACKAGE / "compile"), str(PACKAGE / "tools"))
+# Code that model code calls.
+BENEATH = (
+    str(PACKAGE / "collectives.py"),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+    "<",
+)
 
 
 @contextmanager
@@ -63,6 +81,40 @@ class TracedStage:
     shards: Mapping[str, tuple[int, ...]]  # shapes, by FQN
     is_even: Mapping[str, bool]  # all shards of a parameter have as many rows, by FQN
     buffers: Mapping[str, Tensor]
+
+
+@contextmanager
+def _with_source_lines() -> Iterator[None]:
+    """Return a context in which traced operators have their source line in meta["source"]."""
+    create = TracerBase.create_node
+
+    def create_node(tracer: TracerBase, *arguments: Any, **keywords: Any) -> Node:
+        node = create(tracer, *arguments, **keywords)
+        source = _line_of(sys._getframe(1))
+        number = node.meta.get("seq_nr")
+        if source is None and number is not None:  # of autograd: that of the operator in forward
+            alike = (other for other in tracer.graph.nodes if other.meta.get("seq_nr") == number)
+            source = next(alike).meta.get("source")
+        if source is not None:
+            node.meta["source"] = source
+        return node
+
+    with replaced(TracerBase, "create_node", create_node):
+        yield
+
+
+def _line_of(frame: FrameType | None) -> str | None:
+    """Return the innermost line of the model's code, or of a family's; None: there is none."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(TRACERS):
+            return None
+        if not file.startswith(BENEATH):
+            path = Path(file)
+            name = path.relative_to(PACKAGE.parent) if path.is_relative_to(PACKAGE) else path
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 class _Keep(Schedule):
@@ -98,6 +150,7 @@ def trace_stage(
     )
     (stage,) = parallel.stages
     with ExitStack() as stack:
+        stack.enter_context(_with_source_lines())
         stack.enter_context(mode or nullcontext())
         materialize(stage.model, torch.device("cpu"))
         if layout.gathers_once:

@@ -1,5 +1,5 @@
 """Faults in traced graphs: a collective left out, done twice, averaged or over another axis, and a
-constant of a rank. Each is a difference.
+constant of a rank. Each is a difference, and most are named at the operator or just after it.
 """
 
 import functools
@@ -13,6 +13,8 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.graph import kind_of
 from titan_lite.tools.verify import lockstep, specification
 from titan_lite.tools.verify.check import Check, Verdict
+from titan_lite.tools.verify.lockstep import in_words
+from titan_lite.tools.verify.naming import MOVES
 from titan_lite.tools.verify.small import small_recipe
 from titan_lite.tools.verify.variants import FittedVariant
 
@@ -96,18 +98,45 @@ def gathers_sums_of_logits(node):
     return kind_of(node) == "all_gather" and node.all_input_nodes[0].meta["val"].shape[0] == 1
 
 
-def accepted(faults, monkeypatch):
-    """The faults with which the graphs still agree, in words."""
-    found = []
+def evaluated(faults, monkeypatch):
+    """Yield (graph, collective, fault in words, differences) with each fault in turn."""
     for name, node, fault in faults:
 
         def wrong(other, values, groups, node=node, fault=fault):
             return (fault if other is node else RIGHT)(other, values, groups)
 
         monkeypatch.setattr(lockstep, "communicate", wrong)
-        if not differences():
-            found.append(f"{name}:{node} {fault.__name__}")
+        yield name, node, f"{name}:{node} {fault.__name__}", differences()
+
+
+def accepted(faults, monkeypatch):
+    """The faults with which the graphs still agree, in words."""
+    return [words for *_, words, found in evaluated(faults, monkeypatch) if not found]
+
+
+def not_named(faults, monkeypatch):
+    """The faults that are not named within two operators, in words with what is named."""
+    check, stages = traced()
+    found = []
+    for name, node, words, _ in evaluated(faults, monkeypatch):
+        first_wrong = check.first_wrong(stages)
+        near = {f"{name}: {in_words(other)}" for other in within_two_operators(node)}
+        if first_wrong not in near:
+            found.append(f"{words}: {first_wrong}")
     return found
+
+
+def within_two_operators(node):
+    """The node, and what is computed from it by up to two operators that are no copies or views."""
+    distances = {node: 0}
+    left = [node]
+    for source in left:
+        for user in source.users:
+            distance = distances[source] + (user.target not in MOVES)
+            if distance < distances.get(user, 3):
+                distances[user] = distance
+                left.append(user)
+    return distances
 
 
 def test_the_right_graphs_agree():
@@ -118,6 +147,18 @@ def test_faults_of_collectives_are_differences(monkeypatch):
     faults = planted()
     assert len(faults) >= 60
     assert accepted(faults[:: len(faults) // 5], monkeypatch) == []
+
+
+def test_faults_of_collectives_are_named(monkeypatch):
+    faults = planted()
+    assert not_named(faults[:: len(faults) // 4], monkeypatch) == []
+
+
+@pytest.mark.release
+def test_nine_of_ten_faults_of_collectives_are_named(monkeypatch):
+    faults = planted()
+    unnamed = not_named(faults, monkeypatch)
+    assert len(unnamed) <= len(faults) / 10, unnamed
 
 
 @pytest.mark.release

@@ -28,14 +28,18 @@ from titan_lite.tools.verify import trace_ranks
 from titan_lite.tools.verify.check import check_layout
 
 NAMES = {**DEGREES, "ep": "expert_parallel_degree"}
-FAULTS = {}  # name: (what plants it, degrees, options)
+THIS = "test_faults_in_sources.py"  # the fault's own line
+FAULTS = {}  # name: (what plants it, degrees, options, what the verdict names)
 
 
-def fault(*options, **degrees):
-    """Return a decorator of a function that plants a fault, seen on a layout of these degrees."""
+def fault(*options, named, **degrees):
+    """Return a decorator of a function that plants a fault, seen on a layout of these degrees.
+
+    named: of the first wrong value, its operator or source file; or what a rank has.
+    """
 
     def decorate(plant):
-        FAULTS[plant.__name__] = (plant, degrees, options)
+        FAULTS[plant.__name__] = (plant, degrees, options, named)
         return plant
 
     return decorate
@@ -52,33 +56,33 @@ def with_sums(change):
     return wrong
 
 
-@fault(tp=2)
+@fault(tp=2, named="param_collectives.py")
 def norms_are_not_summed_over_tp(patch):
     patch.setattr(simple_fsdp, "shard_parameter", with_sums(lambda groups: ()))
 
 
-@fault(dp_replicate=2)
+@fault(dp_replicate=2, named="param_collectives.py")
 def nothing_is_summed_over_replicas(patch):
     patch.setattr(simple_fsdp, "shard_parameter", with_sums(lambda groups: groups[1:]))
 
 
-@fault(tp=2)
+@fault(tp=2, named="all_reduce")
 def norms_are_summed_twice(patch):
     patch.setattr(simple_fsdp, "shard_parameter", with_sums(lambda groups: groups * 2))
 
 
-@fault(dp_shard=2)
+@fault(dp_shard=2, named=THIS)
 def gradients_are_means(patch):
     right = ShardSpec.finish_reduce
     patch.setattr(ShardSpec, "finish_reduce", lambda self, x: right(self, x) / self.axis.degree)
 
 
-@fault(cp=2)
+@fault(cp=2, named="the shard of tok_embeddings.weight")
 def gradients_are_not_summed_over_cp(patch):
     patch.setattr(parallelize, "parameter_mesh", lambda mesh: mesh[PARAMETER_AXES])
 
 
-@fault(dp_shard=3)
+@fault(dp_shard=3, named="the shard of layers.0.attention.wq.weight")
 def uneven_shards_are_cut_as_numpy_does(patch):
     def wrong(size, parts, index):
         ends = [size * part // parts for part in range(parts + 1)]
@@ -88,7 +92,7 @@ def uneven_shards_are_cut_as_numpy_does(patch):
         patch.setattr(module, "chunk_range", wrong)
 
 
-@fault(cp=2)
+@fault(cp=2, named="context_parallel.py")
 def tails_come_in_the_order_of_ranks(patch):
     def wrong(gathered, degree):
         return gathered.unflatten(1, (degree, 2, -1)).transpose(1, 2).flatten(1, 3)
@@ -96,7 +100,7 @@ def tails_come_in_the_order_of_ranks(patch):
     patch.setattr(context_parallel, "in_position_order", wrong)
 
 
-@fault(cp=2)
+@fault(cp=2, named="rank 0: positions")
 def positions_are_contiguous(patch):
     patch.setattr(
         parallelize,
@@ -105,13 +109,13 @@ def positions_are_contiguous(patch):
     )
 
 
-@fault(cp=2)
+@fault(cp=2, named="rank 0: positions")
 def positions_are_of_the_other_rank(patch):
     right = parallelize.own_positions
     patch.setattr(parallelize, "own_positions", lambda n, rank, cp: right(n, cp - 1 - rank, cp))
 
 
-@fault(cp=2)
+@fault(cp=2, named="context_parallel.py")
 def a_causal_mask_begins_at_the_first_key(patch):
     def wrong(q, k, v, mask=None):
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
@@ -120,7 +124,7 @@ def a_causal_mask_begins_at_the_first_key(patch):
     patch.setattr(parallelize, "causal_attention", wrong)
 
 
-@fault(tp=2)
+@fault(tp=2, named="embedding")
 def the_vocabulary_begins_one_late(patch):
     right = loss.VocabularyShard.entries.fget
 
@@ -131,7 +135,7 @@ def the_vocabulary_begins_one_late(patch):
     patch.setattr(loss.VocabularyShard, "entries", property(wrong))
 
 
-@fault(tp=2)
+@fault(tp=2, named="embedding")
 def labels_of_other_ranks_are_found(patch):
     def wrong(self, tokens):
         index = (tokens - self.entries.start).clamp(0, len(self.entries) - 1)
@@ -140,17 +144,17 @@ def labels_of_other_ranks_are_found(patch):
     patch.setattr(loss.VocabularyShard, "find", wrong)
 
 
-@fault("--training.loss_chunk_tokens=-1", tp=2)
+@fault("--training.loss_chunk_tokens=-1", tp=2, named="loss.py")
 def sums_of_the_loss_are_not_reduced(patch):
     patch.setattr(loss, "all_reduce", lambda x, how, group: x)
 
 
-@fault(tp=2)
+@fault(tp=2, named="loss.py")
 def a_loss_in_chunks_is_not_reduced(patch):
     patch.setattr(loss, "all_reduce", lambda x, how, group: x)
 
 
-@fault(tp=2)
+@fault(tp=2, named=THIS)
 def hidden_states_are_means(patch):
     right = tensor_parallel.reduce_scatter
     patch.setattr(
@@ -158,7 +162,7 @@ def hidden_states_are_means(patch):
     )
 
 
-@fault(tp=2)
+@fault(tp=2, named="models/transformer.py")
 def tokens_are_gathered_in_another_order(patch):
     right = tensor_parallel.all_gather
 
@@ -168,13 +172,13 @@ def tokens_are_gathered_in_another_order(patch):
     patch.setattr(tensor_parallel, "all_gather", wrong)
 
 
-@fault(dp_shard=2, ep=2)
+@fault(dp_shard=2, ep=2, named=THIS)
 def experts_return_means(patch):
     right = expert_parallel._reduce_scatter
     patch.setattr(expert_parallel, "_reduce_scatter", lambda x, axis: right(x, axis) / axis.degree)
 
 
-@fault(dp_shard=2, ep=2)
+@fault(dp_shard=2, ep=2, named="models/experts.py")
 def choices_are_not_gathered(patch):
     right = expert_parallel._all_gather
 
@@ -184,7 +188,7 @@ def choices_are_not_gathered(patch):
     patch.setattr(expert_parallel, "_all_gather", wrong)
 
 
-@fault("--experts.balance=sequence", dp_shard=1, tp=2)
+@fault("--experts.balance=sequence", dp_shard=1, tp=2, named="models/experts.py")
 def shares_of_sequences_are_of_own_tokens(patch):
     right = balance.apply_balance
 
@@ -196,7 +200,7 @@ def shares_of_sequences_are_of_own_tokens(patch):
     patch.setattr(balance, "apply_balance", wrong)
 
 
-@fault(dp_replicate=2, dp_shard=2)
+@fault(dp_replicate=2, dp_shard=2, named="rank 2: data-parallel rank")
 def data_ranks_have_another_order(patch):
     def wrong(mesh):
         shard, replicate = mesh["dp_shard"], mesh["dp_replicate"]
@@ -206,7 +210,7 @@ def data_ranks_have_another_order(patch):
     patch.setattr(trace_ranks, "data_rank", wrong)
 
 
-@fault(tp=2)
+@fault(tp=2, named="models/transformer.py")
 def one_rank_joins_tokens_in_another_order(patch):
     """With the same operators as the other one."""
 
@@ -219,9 +223,9 @@ def one_rank_joins_tokens_in_another_order(patch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_the_source_is_a_difference(name, monkeypatch):
+def test_a_fault_in_the_source_is_a_difference_and_is_named(name, monkeypatch):
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.ERROR)
-    plant, degrees, options = FAULTS[name]
+    plant, degrees, options, named = FAULTS[name]
     keys = [f"--parallelism.{key}={degrees.get(axis, 1)}" for axis, key in NAMES.items()]
     is_of_experts = "ep" in degrees or any("experts" in option for option in options)
     recipe = "qwen3_moe_debug" if is_of_experts else "llama3_8b"
@@ -231,4 +235,6 @@ def test_a_fault_in_the_source_is_a_difference(name, monkeypatch):
         ranks *= degrees.get(axis, 1)
     layout = Layout.from_config(config, ranks)
     plant(monkeypatch)
-    assert not check_layout(config, layout, with_real_sizes=False).agrees
+    verdict = check_layout(config, layout, with_real_sizes=False)
+    assert not verdict.agrees
+    assert named in (verdict.first_wrong or verdict.differences[0])
