@@ -71,7 +71,7 @@ HERE = {
     "./run_train.sh --compile.enable --job.dump_folder outputs/compiled --parallelism.fsdp_communication microbatch": Run(
         "57 all_gather -> 8", f"{SHORT} --training.steps 1 --compile.backend aot_eager"
     ),
-    "NGPU=1 ./run_train.sh --model.dim 128 --model.n_layers 2 --model.hidden_dim 256 --training.seq_len 64 --training.local_batch_size 8 --training.steps 120 --optimizer.lr 3e-3 --optimizer.state_dtype bfloat16": Run(
+    "NGPU=1 ./run_train.sh --model.dim 128 --model.n_layers 2 --model.hidden_dim 256 --training.seq_len 64 --training.local_batch_size 8 --training.steps 2000 --validation.freq 500 --optimizer.lr 3e-3 --optimizer.state_dtype bfloat16": Run(
         "done: step 1",
         f"{SMALLEST} --training.local_batch_size 2 --job.dump_folder outputs/rounded",
     ),
