@@ -172,7 +172,7 @@ def test_a_page_that_is_not_up_to_date_is_found_and_written(
     text = (tmp_path / "recipes.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "`mask_documents`" in text
+    assert "`mask_documents = false`" in text
 
 
 def test_the_drawing_has_no_arrow_that_a_longer_way_replaces(write_docs):
