@@ -23,7 +23,8 @@ LAYOUTS = {
 }
 IN_A_LAYER = 9  # parameters of a block
 BUCKETS = 5  # a bucket a layer, one for embedding and output each
-MODES = ("none", "block", "greedy", "auto")
+WITHOUT_AUTO = ("none", "block", "greedy")
+MODES = (*WITHOUT_AUTO, "auto")
 
 
 def train(mesh, **options):
@@ -95,9 +96,10 @@ CASES = [
             ("DDP-2", "selective", True, torch.bfloat16, MODES),
             ("FSDP-2", "selective", False, torch.bfloat16, MODES),
             ("HSDP-2x2", "full", True, torch.float32, MODES),
-            ("dp2tp2", "selective", True, torch.float32, MODES),
-            # here Inductor's scheduler would merge nothing in backward, which is an error
-            ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy")),
+            # not "auto": ranks have uneven rows of the vocabulary, for which Inductor's scheduler
+            # makes uneven orders, which is refused; or it merges nothing in backward, an error, too
+            ("dp2tp2", "selective", True, torch.float32, WITHOUT_AUTO),
+            ("dp2tp2", "none", False, torch.bfloat16, WITHOUT_AUTO),
         ]
     ),
 ]
@@ -108,8 +110,7 @@ CASES = [
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
 def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
     replicate, shard, tp = LAYOUTS[layout]
-    in_layers = IN_A_LAYER * 3
-    parameters = in_layers + 3
+    parameters = IN_A_LAYER * 3 + 3
     options = (checkpointing, reshard, param)
     for found, reports in run_ranks(
         replicate * shard * tp, compare, layout, "aot_eager", modes, *options
@@ -117,16 +118,8 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
         for mode in modes:
             assert found[mode][0] == found["eager"][0], mode
             assert all(map(torch.equal, found[mode][1], found["eager"][1])), mode
-        # gathered again in backward: all but the embedding, or what recomputing a block reads
-        again = (
-            (parameters - 1, BUCKETS - 1)
-            if reshard
-            else (in_layers, 3)
-            if checkpointing != "none"
-            else (0, 0)
-        )
-        if checkpointing == "memory_budget":  # which recomputes the embedding as well
-            again = parameters, BUCKETS
+        # gathered again in backward: all but the embedding
+        again = (parameters - 1, BUCKETS - 1) if reshard else (0, 0)
         for mode, gathers, reductions in (
             ("none", parameters + again[0], parameters),
             ("block", BUCKETS + again[1], BUCKETS),
