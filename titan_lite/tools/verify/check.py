@@ -104,12 +104,13 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
     if config.training.attention_kernel != "auto":
         verdict.not_covered.append("training.attention_kernel")
     verdict.differences += wrong_actions(config.parallelism, layout.pipeline)
+    check = Check(small, verdict)
     try:
         if config.compile.buckets_across_blocks:
             verdict.not_covered.append("graphs at real sizes, which have other buckets by cost")
         elif with_real_sizes:
-            compare_sizes(small, config, layout, verdict)
-        Check(small, verdict).run()
+            compare_sizes(check, config, layout)
+        check.run()
     except Divergence as error:
         verdict.differences.append(str(error))
     verdict.seconds = time.perf_counter() - started
@@ -123,15 +124,17 @@ def words_of(modules: Sequence[str]) -> list[str]:
     return [f"{len(blocks)} blocks", *beside] if blocks else beside
 
 
-def compare_sizes(small: SmallRecipe, config: Config, layout: Layout, verdict: Verdict) -> None:
+def compare_sizes(check: "Check", config: Config, layout: Layout) -> None:
     """Compare the graphs of the first rank with those at the recipe's own sizes."""
+    small, verdict = check.small, check.verdict
     real = real_sizes(small, config, layout)
-    small = dataclasses.replace(small, layout=dataclasses.replace(small.layout, gathers_once=False))
+    if small.layout.gathers_once:  # the real sizes have the graphs that gather by themselves
+        gathering = dataclasses.replace(small.layout, gathers_once=False)
+        check = Check(dataclasses.replace(small, layout=gathering), verdict)
     for index in range(len(small.chain)):
         with fake_world(small.layout.world_size, 0):
-            of_small = trace_stage(small, index)
-        with fake_world(small.layout.world_size, 0):
             of_real = trace_stage(real, index, FakeTensorMode(allow_non_fake_inputs=True))
+        of_small = check.trace(index, 0)
         verdict.differences += differences(of_small, of_real, config)
         verdict.not_covered += not_alike(of_small, of_real)
 
@@ -152,6 +155,7 @@ class Check:
         self.alone = plain_model(small)
         self.wrong: set[str] = set()  # the parameters with a wrong gradient, and "loss"
         self.watcher: KnownValues | WatchedValues | None = None
+        self.traced: dict[tuple[int, int], TracedStage] = {}  # by stage and rank
         # tensors of a rank that several ranks share, by what they depend on
         self.shared: dict[Any, Tensor] = {}
 
@@ -228,11 +232,15 @@ class Check:
             for rank in self.ranks
         }
 
-        def trace(rank: int) -> TracedStage:
-            with fake_world(len(self.ranks), rank):
-                return trace_stage(self.small, index)
-
+        trace = functools.partial(self.trace, index)
         return StageVariants(self.ranks, trace, shapes.__getitem__)
+
+    def trace(self, index: int, rank: int) -> TracedStage:
+        """Return a stage as a rank has it."""
+        if (index, rank) not in self.traced:
+            with fake_world(len(self.ranks), rank):
+                self.traced[index, rank] = trace_stage(self.small, index)
+        return self.traced[index, rank]
 
     def parameter(self, fqn: str) -> Tensor:
         return self.alone.get_parameter(fqn).detach()

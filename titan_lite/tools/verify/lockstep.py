@@ -274,19 +274,27 @@ class _Run:
         leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
         leaves = [widened(leaf) for leaf in leaves]
         sources = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+        values = [self.values[leaves[index]] for index in sources]
+        # Putting arguments together takes as long as most operators: a copy does if none is nested.
+        arguments, keywords = pytree.tree_map(widened, (list(node.args), dict(node.kwargs)))
+        at = [index for index, argument in enumerate(arguments) if isinstance(argument, Node)]
         operator = INSTEAD.get(node.target, node.target)
         known: dict[tuple[Any, ...], Any] = {}
         results: Values = {}
         for rank in self.members:
-            own = list(leaves)
-            for index in sources:
-                own[index] = self.values[leaves[index]][rank]
+            inputs = [of_ranks[rank] for of_ranks in values]
             constants = self.variant.own_leaves(node, rank)
-            for index, constant in constants.items():
-                own[index] = constant
-            key = (*(id(own[index]) for index in sources), *constants.values())
+            key = (*map(id, inputs), *constants.values())
             if key not in known:
-                args, kwargs = pytree.tree_unflatten(own, structure)
+                if constants or len(at) < len(sources):
+                    own = list(leaves)
+                    for index, value in [*zip(sources, inputs, strict=True), *constants.items()]:
+                        own[index] = value
+                    args, kwargs = pytree.tree_unflatten(own, structure)
+                else:
+                    args, kwargs = list(arguments), keywords
+                    for index, value in zip(at, inputs, strict=True):
+                        args[index] = value
                 try:
                     known[key] = operator(*args, **kwargs)
                 except (RuntimeError, IndexError, TypeError, ValueError) as error:
