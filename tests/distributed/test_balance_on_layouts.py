@@ -17,7 +17,7 @@ from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
-from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
+from titan_lite.tools.verify.proxy import parse_layout, proxy, proxy_model, reference
 
 pytestmark = pytest.mark.ranks(2)
 STEPS = 3
@@ -44,9 +44,9 @@ RELEASE = [
 RELEASE += [("step", "dp_shard=2", AT_ONCE)]
 
 
-def twin_of(layout, *options):
+def proxy_of(layout, *options):
     keys = ["--model.name=qwen3_moe", f"--model.tokenizer_path={DEBUG_TOKENIZER}", *options]
-    return twin(load_config(DEBUG, keys), parse_layout(layout), STEPS)
+    return proxy(load_config(DEBUG, keys), parse_layout(layout), STEPS)
 
 
 class KeptAtTheEnd(Hook):
@@ -74,7 +74,7 @@ def keep(trainer, folder):
 def trained(config, folder):
     """(what was observed, {FQN: what a router keeps at the end})."""
     folder.mkdir()
-    model = twin_model(shape_of(config.model), 4)
+    model = proxy_model(shape_of(config.model), 4)
     observed = run(config, model, prepare=functools.partial(keep, folder=folder))
     kept: dict[str, torch.Tensor] = {}
     for file in folder.iterdir():
@@ -89,7 +89,7 @@ def alone(tmp_path_factory):
 
     @functools.cache
     def alone(balance):
-        config = reference(twin_of("dp_shard=1", *BALANCES[balance], *AT_ONCE))
+        config = reference(proxy_of("dp_shard=1", *BALANCES[balance], *AT_ONCE))
         return trained(config, tmp_path_factory.mktemp(balance) / "kept")
 
     return alone
@@ -104,7 +104,7 @@ CASES = [
 
 @pytest.mark.parametrize(("balance", "layout", "options"), CASES)
 def test_a_balance_is_that_of_one_process(balance, layout, options, alone, tmp_path):
-    observed, kept = trained(twin_of(layout, *BALANCES[balance], *options), tmp_path / "kept")
+    observed, kept = trained(proxy_of(layout, *BALANCES[balance], *options), tmp_path / "kept")
     expected, expected_kept = alone(balance)
     result = compare(observed, expected)
     assert result.agrees, result
@@ -135,8 +135,8 @@ def flip(trainer):
 
 @pytest.mark.slow
 def test_choices_that_differ_are_found_with_their_gap():
-    config = reference(twin_of("dp_shard=1", "--experts.balance=none", *AT_ONCE))
-    model = replace(twin_model(QWEN3_MOE.flavors["debug"], 1))
+    config = reference(proxy_of("dp_shard=1", "--experts.balance=none", *AT_ONCE))
+    model = replace(proxy_model(QWEN3_MOE.flavors["debug"], 1))
     expected = run(config, model)
     result = compare(run(config, model, prepare=flip), expected)
     assert not result.agrees

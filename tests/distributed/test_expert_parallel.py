@@ -21,7 +21,7 @@ from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
-from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
+from titan_lite.tools.verify.proxy import parse_layout, proxy, proxy_model, reference
 from titan_lite.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(2)
@@ -54,16 +54,16 @@ RELEASE = [  # compiled layouts are evaluated, in tests/unit/tools/verify
 ]
 
 
-def twin_of(layout, *options):
+def proxy_of(layout, *options):
     keys = ["--model.name=qwen3_moe", f"--model.tokenizer_path={DEBUG_TOKENIZER}", *options]
-    return twin(load_config(DEBUG, keys), parse_layout(layout), STEPS)
+    return proxy(load_config(DEBUG, keys), parse_layout(layout), STEPS)
 
 
 @functools.cache
 def alone(*options):
     kept = [key for key in options if "mask_documents" in key or key.startswith("--experts")]
-    config = reference(twin_of("dp_shard=1", "--training.global_batch_size=-1", *kept))
-    return run(config, twin_model(shape_of(config.model), 4))
+    config = reference(proxy_of("dp_shard=1", "--training.global_batch_size=-1", *kept))
+    return run(config, proxy_model(shape_of(config.model), 4))
 
 
 class HasItsExperts(Hook):
@@ -95,8 +95,8 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "options"), CASES)
 def test_expert_parallelism_is_the_run_of_one_process(layout, options):
-    config = twin_of(layout, *options)
-    found = run(config, twin_model(shape_of(config.model), 4), prepare=poison)
+    config = proxy_of(layout, *options)
+    found = run(config, proxy_model(shape_of(config.model), 4), prepare=poison)
     result = compare(found, alone(*options))
     assert result.agrees, result
     assert result.loss < 1e-5, result
@@ -105,9 +105,9 @@ def test_expert_parallelism_is_the_run_of_one_process(layout, options):
 
 @pytest.mark.release
 def test_expert_parallelism_compiled_by_inductor_is_the_run_of_one_process():
-    config = twin_of("dp_shard=2,tp=2,ep=2", *COMPILED, *EVERY_TIME)
+    config = proxy_of("dp_shard=2,tp=2,ep=2", *COMPILED, *EVERY_TIME)
     config = config.replace(compile=config.compile.replace(backend="inductor"))
-    found = run(config, twin_model(shape_of(config.model), 4), prepare=poison)
+    found = run(config, proxy_model(shape_of(config.model), 4), prepare=poison)
     result = compare(found, alone())
     assert result.agrees, result
 
@@ -116,8 +116,8 @@ def test_expert_parallelism_compiled_by_inductor_is_the_run_of_one_process():
 @pytest.mark.parametrize("options", [[], ["--optimizer.name=Muon"]])
 def test_experts_of_a_rank_that_its_shards_do_not_divide(options):
     """Four experts of each half over three ranks: 2, 2 and none."""
-    config = twin_of("dp_shard=6,ep=2", *options)
-    model = twin_model(shape_of(config.model), 4)
+    config = proxy_of("dp_shard=6,ep=2", *options)
+    model = proxy_model(shape_of(config.model), 4)
     result = compare(run(config, model), run(reference(config), model))
     assert result.agrees, result
 
@@ -136,8 +136,8 @@ def poison_and_all_to_one(trainer):
 
 @pytest.mark.slow
 def test_a_rank_without_a_token_takes_part():
-    config = twin_of("dp_shard=2,ep=2")
-    model = twin_model(shape_of(config.model), 4)
+    config = proxy_of("dp_shard=2,ep=2")
+    model = proxy_model(shape_of(config.model), 4)
     expected = run(reference(config), model, prepare=all_to_one)
     result = compare(run(config, model, prepare=poison_and_all_to_one), expected)
     assert result.agrees, result

@@ -21,7 +21,7 @@ from titan_lite.features.async_tp import token_chunks as chunking
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
-from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
+from titan_lite.tools.verify.proxy import parse_layout, proxy, proxy_model, reference
 
 pytestmark = pytest.mark.ranks(2)
 STEPS = 3
@@ -107,9 +107,9 @@ RELEASE = [
 ]
 
 
-def twin_of(layout, options, **training):
+def proxy_of(layout, options, **training):
     config = load_config(DEBUG, [f"--model.tokenizer_path={DEBUG_TOKENIZER}", *options])
-    small = twin(config, parse_layout(layout), STEPS)
+    small = proxy(config, parse_layout(layout), STEPS)
     return small.replace(training=small.training.replace(**training))
 
 
@@ -121,13 +121,13 @@ def named(family):
 def expected(layers, masked, tied=False, family="llama3"):
     options = [*named(family), *AT_ONCE]
     options += [*(MASKED if masked else NOTHING), *(TIED if tied else NOTHING)]
-    config = reference(twin_of("dp_shard=1", options))
-    return run(config, twin_model(shape_of(config.model), layers))
+    config = reference(proxy_of("dp_shard=1", options))
+    return run(config, proxy_model(shape_of(config.model), layers))
 
 
 def trained(config, layers=4, prepare=None):
     shape = shape_of(config.model)
-    found = run(config, twin_model(shape, layers), prepare=prepare)
+    found = run(config, proxy_model(shape, layers), prepare=prepare)
     masked = config.training.mask_documents
     return compare(found, expected(layers, masked, shape.tied_embeddings, shape.family))
 
@@ -151,14 +151,14 @@ CASES = [
 @pytest.mark.parametrize(("family", "layout", "options"), CASES)
 def test_a_layout_is_the_run_of_one_process(family, layout, options):
     layers = 8 if layout == "pp=4" else 4
-    result = trained(twin_of(layout, [*named(family), *options]), layers)
+    result = trained(proxy_of(layout, [*named(family), *options]), layers)
     assert result.agrees, result
 
 
 @pytest.mark.release
 @pytest.mark.parametrize(("name", "recomputed"), [(INTERLEAVED, FULL), (DUAL, SELECTIVE)])
 def test_a_pipeline_compiled_by_inductor_is_the_run_of_one_process(name, recomputed):
-    config = twin_of("dp_shard=2,pp=2", [*name, *COMPILED, *recomputed])
+    config = proxy_of("dp_shard=2,pp=2", [*name, *COMPILED, *recomputed])
     result = trained(config.replace(compile=config.compile.replace(backend="inductor")))
     assert result.agrees, result
     assert result.loss < 1e-5, result
@@ -194,12 +194,12 @@ def expect_graphs(trainer, backwards):
 )
 def test_a_stage_compiles_the_backwards_that_it_runs(name, backwards):
     prepare = functools.partial(expect_graphs, backwards=backwards)
-    result = trained(twin_of("pp=2", [*name, *COMPILED, *SELECTIVE]), prepare=prepare)
+    result = trained(proxy_of("pp=2", [*name, *COMPILED, *SELECTIVE]), prepare=prepare)
     assert result.agrees, result
 
 
 @pytest.mark.slow
-def test_a_twin_has_documents_to_mask():
+def test_a_proxy_has_documents_to_mask():
     masked, whole = (
         expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False)
     )
@@ -214,9 +214,9 @@ def all_at_once(trainer):
 @pytest.mark.release
 @pytest.mark.parametrize("options", [NOTHING, INTERLEAVED])
 def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(options):
-    config = twin_of("dp_shard=2,pp=2", [*options, *COMPILED], steps=3)
+    config = proxy_of("dp_shard=2,pp=2", [*options, *COMPILED], steps=3)
     found, apart = (
-        run(config, twin_model(LLAMA3.flavors["debug"], 4), prepare=prepare)
+        run(config, proxy_model(LLAMA3.flavors["debug"], 4), prepare=prepare)
         for prepare in (None, all_at_once)
     )
     assert found.losses == apart.losses
@@ -242,7 +242,7 @@ def as_on_gpus(trainer):
     ],
 )
 def test_documents_by_a_kernel_are_those_by_a_mask(layout, options):
-    result = trained(twin_of(layout, [*options, *MASKED]), prepare=as_on_gpus)
+    result = trained(proxy_of(layout, [*options, *MASKED]), prepare=as_on_gpus)
     assert result.agrees, result
 
 
@@ -251,7 +251,9 @@ def test_documents_by_a_kernel_are_those_by_a_mask(layout, options):
 @pytest.mark.parametrize("options", [ZBV, EVERY_TIME])
 def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
     result = trained(
-        twin_of(layout, options if "pp" in layout else EVERY_TIME, mixed_precision_param="bfloat16")
+        proxy_of(
+            layout, options if "pp" in layout else EVERY_TIME, mixed_precision_param="bfloat16"
+        )
     )
     assert 1e-4 < result.gradient < 5e-2, result
     assert result.loss < 5e-3, result
@@ -294,8 +296,8 @@ def in_chunks(folder, *options, chunks=4):
         *AT_ONCE,
         *options,
     ]
-    twin = twin_of("tp=2", [*keys, "--parallelism.tensor_parallel_degree=2"])
-    return trained(twin, prepare=count_chunks if chunks > 1 else None)
+    proxy = proxy_of("tp=2", [*keys, "--parallelism.tensor_parallel_degree=2"])
+    return trained(proxy, prepare=count_chunks if chunks > 1 else None)
 
 
 # SELECTIVE saves what is reduced

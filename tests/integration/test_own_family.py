@@ -18,7 +18,7 @@ from titan_lite.rules import check
 from titan_lite.tools import convert, generate
 from titan_lite.tools.verify.compare import FLOAT32, LOW_PRECISION, compare
 from titan_lite.tools.verify.observe import run
-from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
+from titan_lite.tools.verify.proxy import parse_layout, proxy, proxy_model, reference
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -44,9 +44,9 @@ def configured(file, *options):
 @pytest.mark.slow
 def test_a_family_of_ones_own_with_experts_trains_as_in_one_process():
     config = configured(SHARED_EXPERT, "--training.global_batch_size=-1")
-    model = twin_model(shape_of(config.model), 4)
-    alone = run(reference(twin(config, parse_layout("dp_shard=1"), 3)), model)
-    found = run(twin(config, parse_layout("tp=2"), 3), model)
+    model = proxy_model(shape_of(config.model), 4)
+    alone = run(reference(proxy(config, parse_layout("dp_shard=1"), 3)), model)
+    found = run(proxy(config, parse_layout("tp=2"), 3), model)
     assert found.gradients["layers.0.moe.experts.w1"].norm() > 0
     assert len(found.choices) == 4
     result = compare(found, alone)
@@ -64,9 +64,9 @@ def test_a_family_of_ones_own_with_experts_trains_as_in_one_process():
 )
 def test_a_family_of_ones_own_trains_as_in_one_process(layout, options):
     config = configured(GATED, *options, "--training.global_batch_size=-1")
-    model = twin_model(shape_of(config.model), 4)
-    alone = reference(twin(config, parse_layout("dp_shard=1"), 3))
-    found = run(twin(config, parse_layout(layout), 3), model)
+    model = proxy_model(shape_of(config.model), 4)
+    alone = reference(proxy(config, parse_layout("dp_shard=1"), 3))
+    found = run(proxy(config, parse_layout(layout), 3), model)
     assert found.gradients["layers.0.attention.gate.weight"].norm() > 0
     result = compare(found, run(alone, model))
     assert result.agrees, result
@@ -130,8 +130,8 @@ def test_a_weight_that_a_block_reads_twice_has_both_gradients(layout, options, t
     file = tmp_path / "twice.py"
     file.write_text(text)
     config = configured(file, *options)
-    small = twin(config, parse_layout(layout), 2)
-    model = twin_model(shape_of(config.model), 4)
+    small = proxy(config, parse_layout(layout), 2)
+    model = proxy_model(shape_of(config.model), 4)
     within = LOW_PRECISION if config.float8.enable else FLOAT32
     result = compare(run(small, model), run(reference(small), model), within)
     assert result.agrees, result
@@ -140,9 +140,9 @@ def test_a_weight_that_a_block_reads_twice_has_both_gradients(layout, options, t
 @pytest.mark.slow
 def test_the_second_family_of_the_page_trains_as_in_one_process(page_family):
     config = configured(page_family, "--training.global_batch_size=-1")
-    model = twin_model(shape_of(config.model), 4)
-    alone = reference(twin(config, parse_layout("dp_shard=1"), 3))
-    found = run(twin(config, parse_layout("tp=2"), 3), model)
+    model = proxy_model(shape_of(config.model), 4)
+    alone = reference(proxy(config, parse_layout("dp_shard=1"), 3))
+    found = run(proxy(config, parse_layout("tp=2"), 3), model)
     assert found.gradients["layers.0.gate.weight"].norm() > 0
     result = compare(found, run(alone, model))
     assert result.agrees, result

@@ -24,7 +24,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.rules.machine import check_machine
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import run
-from titan_lite.tools.verify.twin import parse_layout, reference, twin, twin_model
+from titan_lite.tools.verify.proxy import parse_layout, proxy, proxy_model, reference
 from titan_lite.trainer import Trainer
 
 TINY = [
@@ -184,10 +184,10 @@ def test_verify_compares_a_layout_that_has_owners(name):
     config = load_config(
         DEBUG, [f"--optimizer.name={name}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
     )
-    small = twin(config, parse_layout("dp_shard=2,tp=2"), 3)
+    small = proxy(config, parse_layout("dp_shard=2,tp=2"), 3)
     of_name = {"Muon": ("ns_dtype", "float32"), "Shampoo": ("start_preconditioning_step", 1)}
     key, value = of_name[name]
     assert (small.optimizer.name, getattr(small.optimizer, key)) == (name, value)
-    model = dataclasses.replace(twin_model(LLAMA3.flavors["debug"], 4), dim=64, hidden_dim=96)
+    model = dataclasses.replace(proxy_model(LLAMA3.flavors["debug"], 4), dim=64, hidden_dim=96)
     result = compare(run(small, model), run(reference(small), model))
     assert result.agrees, result

@@ -19,7 +19,7 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.features.powersgd import compression as powersgd
 from titan_lite.features.powersgd.compression import compressed_sizes
 from titan_lite.rules import check
-from titan_lite.tools.verify.twin import parse_layout, twin
+from titan_lite.tools.verify.proxy import parse_layout, proxy
 
 TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]
 RANK = 4
@@ -204,5 +204,5 @@ def test_what_cannot_work_is_refused(options, message):
 def test_a_recipe_is_verified_without_compression():
     config = load_config(DEBUG, [*DDP, *POWERSGD])
     assert (
-        twin(config, parse_layout("dp_replicate=2"), 2).parallelism.replicate_compression == "none"
+        proxy(config, parse_layout("dp_replicate=2"), 2).parallelism.replicate_compression == "none"
     )

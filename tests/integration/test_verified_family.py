@@ -7,7 +7,7 @@ import pytest
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.tools.verify import command as program
-from titan_lite.tools.verify.twin import KEYS
+from titan_lite.tools.verify.proxy import KEYS
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -86,7 +86,7 @@ GATE_AND_UP = changed(
         pytest.param(GATE_AND_UP, "tp=2", "layers.0.feed_forward.w2", marks=pytest.mark.slow),
     ],
 )
-def test_the_twin_finds_what_no_structure_shows(text, layout, module, tmp_path, capfd):
+def test_the_proxy_finds_what_no_structure_shows(text, layout, module, tmp_path, capfd):
     file = tmp_path / "family.py"
     file.write_text(text)
     names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]

@@ -13,13 +13,13 @@ from titan_lite.tools.verify import command as program
 from titan_lite.tools.verify.compare import compare
 from titan_lite.tools.verify.observe import Observed
 from titan_lite.tools.verify.processes import Verification
-from titan_lite.tools.verify.twin import (
+from titan_lite.tools.verify.proxy import (
     every_layout,
     layout_of,
     name_of,
     parse_layout,
+    proxy,
     reference,
-    twin,
 )
 
 pytestmark = pytest.mark.ranks(2)
@@ -192,7 +192,7 @@ def test_options_of_processes_have_no_effect_on_graphs(option, capsys):
         ("llama3_8b_128k", "dp_shard=4,cp=2"),
     ],
 )
-def test_a_twin_has_the_kinds_of_its_recipe(recipe, layout):
+def test_a_proxy_has_the_kinds_of_its_recipe(recipe, layout):
     config = load_config(RECIPES / f"{recipe}.toml")
     assert layout_of(config) == parse_layout(layout)
 
@@ -207,22 +207,22 @@ def test_a_twin_has_the_kinds_of_its_recipe(recipe, layout):
         ("llama3_70b", 8, "dp_shard=2,tp=2"),
     ],
 )
-def test_a_twin_is_that_of_the_recipe_on_a_number_of_ranks(recipe, world_size, layout):
+def test_a_proxy_is_that_of_the_recipe_on_a_number_of_ranks(recipe, world_size, layout):
     any_size = "--parallelism.data_parallel_shard_degree=-1"
     config = load_config(RECIPES / f"{recipe}.toml", [any_size])
     assert layout_of(config, world_size) == parse_layout(layout)
 
 
-def test_a_twin_of_groups_that_may_be_lost_is_one_of_them():
+def test_a_proxy_of_groups_that_may_be_lost_is_one_of_them():
     groups = ["--fault_tolerance.replica_groups=2", "--fault_tolerance.min_replica_groups=2"]
     config = load_config(RECIPES / "debug_model.toml", groups)
-    assert twin(config, parse_layout("dp_shard=2"), steps=1).fault_tolerance.replica_groups == 1
+    assert proxy(config, parse_layout("dp_shard=2"), steps=1).fault_tolerance.replica_groups == 1
 
 
-def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
+def test_a_proxy_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
     keep = "--parallelism.fsdp_keep_gathered=layers.2.attention,layers.30,layers.31,norm"
     config = load_config(RECIPES / "llama3_8b.toml", [keep])
-    small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    small = proxy(config, parse_layout("dp_shard=2"), steps=1)
     assert small.parallelism.fsdp_keep_gathered == ("layers.2.attention", "layers.3", "norm")
 
 
@@ -235,28 +235,28 @@ def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
         ("llama3_405b", "dp_shard=2", -1),  # tensor parallelism leaves few logits
     ],
 )
-def test_a_twin_computes_its_loss_in_chunks_if_its_recipe_does(recipe, layout, chunk):
+def test_a_proxy_computes_its_loss_in_chunks_if_its_recipe_does(recipe, layout, chunk):
     config = load_config(RECIPES / f"{recipe}.toml")
-    small = twin(config, parse_layout(layout), steps=1)
+    small = proxy(config, parse_layout(layout), steps=1)
     assert small.training.loss_chunk_tokens == chunk
     assert reference(small).training.loss_chunk_tokens == -1
 
 
-def test_a_microbatch_of_a_twin_has_the_tokens_that_matmuls_in_float8_need():
+def test_a_microbatch_of_a_proxy_has_the_tokens_that_matmuls_in_float8_need():
     config = load_config(RECIPES / "llama3_405b_float8.toml")
-    small = twin(config, parse_layout("pp=4,cp=4"), steps=1)
+    small = proxy(config, parse_layout("pp=4,cp=4"), steps=1)
     size = small.parallelism.pipeline_parallel_microbatch_size
     assert size * small.training.seq_len // 4 == 16
     assert small.training.local_batch_size % size == 0
 
 
-def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
+def test_a_proxy_has_one_batch_and_the_documents_of_every_machine():
     ramp = ["--training.global_batch_size=64", "--training.global_batch_ramp=32 until 10"]
     config = load_config(
         RECIPES / "debug_model.toml",
         [*ramp, '--data.sources=[{dataset = "local", path = "web"}, {}]'],
     )
-    small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    small = proxy(config, parse_layout("dp_shard=2"), steps=1)
     assert (small.training.global_batch_ramp, small.data.sources, small.data.dataset) == (
         (),
         (),
@@ -267,29 +267,29 @@ def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
 @pytest.mark.parametrize(
     ("layout", "chunks"), [("tp=2", 4), ("dp_shard=2", 4), ("cp=4,tp=2", 4), ("cp=8,tp=2", 2)]
 )
-def test_a_twin_cuts_its_few_tokens_into_chunks_too(layout, chunks):
+def test_a_proxy_cuts_its_few_tokens_into_chunks_too(layout, chunks):
     config = load_config(RECIPES / "llama3_70b.toml", ["--compile.tensor_parallel_chunks=4"])
-    assert twin(config, parse_layout(layout), steps=1).compile.tensor_parallel_chunks == chunks
+    assert proxy(config, parse_layout(layout), steps=1).compile.tensor_parallel_chunks == chunks
 
 
-def test_a_twin_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
+def test_a_proxy_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
     options = [
         "--training.attention_kernel=FA3",
         "--training.mixed_precision_param=bfloat16",
         "--data.min_document_tokens=1000000",
     ]
     config = load_config(DEBUG, [*options, "--metrics.enable_wandb"])
-    small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    small = proxy(config, parse_layout("dp_shard=2"), steps=1)
     assert (small.training.attention_kernel, small.data.min_document_tokens) == ("auto", 0)
     assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard) == (False, False)
 
 
-def test_a_capacity_is_not_in_the_twin_and_a_line_says_so(capsys):
+def test_a_capacity_is_not_in_the_proxy_and_a_line_says_so(capsys):
     options = ["--parallelism.expert_parallel_degree=2", "--experts.capacity_factor=1.5"]
     config = load_config(RECIPES / "qwen3_moe_debug.toml", options)
     layout = layout_of(config, 2)
     assert name_of(layout) == "dp_shard=2,ep=2"
-    assert twin(config, layout, steps=1).experts.capacity_factor == 0
+    assert proxy(config, layout, steps=1).experts.capacity_factor == 0
     Verification(config, [layout], steps=1).print_head()
     assert "not in the proxy: experts.capacity_factor = 1.5" in capsys.readouterr().out
 
@@ -335,12 +335,12 @@ def test_a_comparison_sees_what_is_not_finite_and_what_is_missing():
 
 @pytest.mark.release
 @pytest.mark.parametrize("recipe", ["llama3_1b", "llama3_70b", "llama3_405b", "llama3_8b_128k"])
-def test_the_twin_of_a_shipped_recipe_agrees(recipe):
+def test_the_proxy_of_a_shipped_recipe_agrees(recipe):
     assert command(RECIPES / f"{recipe}.toml").returncode == 0
 
 
 @pytest.mark.release
-def test_the_twin_of_tied_embeddings_agrees_in_a_pipeline():
+def test_the_proxy_of_tied_embeddings_agrees_in_a_pipeline():
     result = command(RECIPES / "llama3_1b.toml", "--layouts", "pp=2", "pp=2,tp=2")
     assert result.returncode == 0
 

@@ -227,8 +227,8 @@ LAYOUT = {
     "rules/training.py",
     "config/batch_sizes.py",
     "tools/verify/small.py",
-    "tools/verify/twin.py",
-}  # rules: an early check of the batch; small and twin: make other recipes
+    "tools/verify/proxy.py",
+}  # rules: an early check of the batch; small and proxy: make other recipes
 
 
 def derived_again(package):

@@ -129,7 +129,7 @@ def test_the_readme_says_how_many_blind_plans_are_in_their_range(write_docs):
     assert said == blind[::-1]
 
 
-def test_plans_and_twins_are_printed_alike_on_all_pages():
+def test_plans_and_proxies_are_printed_alike_on_all_pages():
     """docs/plan.md has a table that tests/unit/tools/plan/test_planned_figures.py plans again."""
     for command, page in (("plan", "docs/plan.md"), ("verify", "docs/precision.md")):
         (shown,) = (

@@ -26,7 +26,7 @@ from titan_lite.metrics.start_lines import start_lines
 from titan_lite.models.huggingface import config_from_hf, config_to_hf
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check
-from titan_lite.tools.verify.twin import twin_model
+from titan_lite.tools.verify.proxy import proxy_model
 
 OWN = Model(flavor="", dim=96, n_layers=3, n_heads=6, hidden_dim=128, vocab_size=2048)
 
@@ -189,8 +189,8 @@ def test_sizes_that_are_wrong_for_two_reasons_are_told_both():
     assert len(error.value.args) == 2
 
 
-def test_the_twin_of_a_shape_keeps_its_kinds():
-    model = twin_model(
+def test_the_proxy_of_a_shape_keeps_its_kinds():
+    model = proxy_model(
         shape_of(Model(tied_embeddings="yes", rope_theta=1e4, n_layers=1000)), stages=1
     )
     assert (model.tied_embeddings, model.rope_theta, model.n_layers) == (True, 1e4, 4)

@@ -32,7 +32,7 @@ from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.tools.plan.command import find_hardware, lay_out, world_size_of
 from titan_lite.tools.verify.check import Verdict, check_layout
 from titan_lite.tools.verify.processes import verify
-from titan_lite.tools.verify.twin import (
+from titan_lite.tools.verify.proxy import (
     DEGREE_OF_ANY,
     Degrees,
     every_layout,

@@ -1,6 +1,6 @@
 """Train a small recipe in new CPU processes, and return what it computed.
 
-observed = run(twin(config, layout, steps=5), model)
+observed = run(proxy(config, layout, steps=5), model)
 observed.gradients["layers.0.attention.wq.weight"]       # of the first step, unsharded
 """
 
@@ -192,7 +192,7 @@ class Recorder(Hook):
         self.choices: dict[str, ChoicesOfRank] = {}  # by the router's FQN
 
     def on_train_start(self, trainer: Trainer) -> None:
-        # A twin's sequences are shorter than documents; for training.mask_documents each full stop
+        # A proxy's sequences are shorter than documents; for training.mask_documents each full stop
         # begins a document.
         trainer.bos_id = trainer.tokenizer.encode(".")[0]
         if self.prepare is not None:

@@ -1,11 +1,11 @@
-"""Train the twin of a recipe on CPU processes, and compare it with one process.
+"""Train the proxy of a recipe on CPU processes, and compare it with one process.
 
     verify(config, [layout_of(config)], steps=5)        # True if all layouts agree
 
-The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism,
+The *proxy* of a recipe keeps what decides whether a layout is correct: kinds of parallelism,
 schedule, activation checkpointing, compiler passes, communication, tied weights, RoPE scaling. It
 shrinks the rest: the model to the debug flavor, degrees to 2 or a little more, the batch to a few
-short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
+short sequences; layers are split evenly, and graphs run as traced, without Inductor. The proxy is
 trained in float32, with float8 matmuls if the recipe has them, on the standard library's text. The
 same model is trained with the same seed and data in one eager process without checkpointing. The
 comparison covers the losses of all steps and of validation, every gradient of the first step, the
@@ -27,16 +27,16 @@ from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules.machine import check_machine
 from titan_lite.tools.verify.compare import FLOAT32, LOW_PRECISION, Comparison, compare
 from titan_lite.tools.verify.observe import Observed, Prepare, run
-from titan_lite.tools.verify.twin import (
+from titan_lite.tools.verify.proxy import (
     MIN_LAYERS,
     SEQ_LEN,
     SEQUENCES,
     Degrees,
     name_of,
     processes_of,
+    proxy,
+    proxy_model,
     reference,
-    twin,
-    twin_model,
 )
 
 
@@ -70,7 +70,7 @@ class Verification:
         self.steps = steps
         self.prepare = prepare
         self.tolerances = LOW_PRECISION if low_precision(config) else FLOAT32
-        # by what decides the batches and the model of a twin: (layers, sequences of a step)
+        # by what decides the batches and the model of a proxy: (layers, sequences of a step)
         self.references: dict[tuple[int, int], Observed] = {}
         self.width = max(len(name) for name in ("layout", *map(name_of, layouts)))  # first column
 
@@ -79,8 +79,8 @@ class Verification:
         kind = f"{low.name} {low.scales} beside float32" if low else "float32"
         print(
             f"scaled-down proxy of {shape_words(self.config.model)}:"
-            f" {twin_model(self.flavor, 1).n_layers} layers or more, dim"
-            f" {twin_model(self.flavor, 1).dim},"
+            f" {proxy_model(self.flavor, 1).n_layers} layers or more, dim"
+            f" {proxy_model(self.flavor, 1).dim},"
             f" {kind}, {SEQUENCES} sequences of {SEQ_LEN} tokens a step, {self.steps} steps;"
             " expected: one eager process"
         )
@@ -107,7 +107,7 @@ class Verification:
 
         Raises ConfigError if it is impossible and the only one.
         """
-        small = twin(self.config, layout, self.steps)
+        small = proxy(self.config, layout, self.steps)
         try:
             model = with_enough_layers(small, self.flavor, processes_of(layout))
         except ConfigError as error:
@@ -135,7 +135,7 @@ class Verification:
         return result.agrees
 
     def _reference(self, small: Config, model: ModelConfig) -> Observed:
-        """Return what one eager process computes from the twin's batches."""
+        """Return what one eager process computes from the proxy's batches."""
         key = (model.n_layers, small.training.global_batch_size)
         if key not in self.references:
             alone = reference(small)
@@ -170,12 +170,12 @@ def differences(result: Comparison) -> str:
 
 
 def with_enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
-    """Return the twin's model with the fewest layers for its stages.
+    """Return the proxy's model with the fewest layers for its stages.
 
     Raises ConfigError if the layout has another mistake.
     """
     for layers in range(MIN_LAYERS, 4 * processes + 8):
-        model = twin_model(flavor, layers)
+        model = proxy_model(flavor, layers)
         try:
             layout = Layout.from_config(config, processes, model, device_memory())
             check_machine(config, layout)

@@ -1,11 +1,11 @@
-"""Make the twin of a recipe: a small recipe whose layout is right if the large one's is.
+"""Make the proxy of a recipe: a small recipe whose layout is right if the large one's is.
 
     layout = layout_of(config, world_size=8)  # {"pp": 1, ..., "dp_shard": 4, "cp": 1, "tp": 2}
-    small = twin(config, layout, steps=5)
-    model = twin_model(shape_of(config.model), stages=1)
+    small = proxy(config, layout, steps=5)
+    model = proxy_model(shape_of(config.model), stages=1)
     alone = reference(small)                 # the same batches in one eager process
 
-A twin keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation
+A proxy keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation
 checkpointing, compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the
 model to the debug flavor, degrees to 2 or a little more, the batch to a few short sequences; layers
 are split evenly, and graphs run as traced, without Inductor.
@@ -56,7 +56,7 @@ DEGREE_OF_ANY = 4  # dp_shard of a recipe for any number of GPUs
 
 
 def layout_of(config: Config, world_size: int | None = None) -> Degrees:
-    """Return the degrees of the twin of a recipe, on so many ranks (None: on any number).
+    """Return the degrees of the proxy of a recipe, on so many ranks (None: on any number).
 
     They are 2 for each kind of parallelism in the recipe. Data and context parallelism are doubled
     as long as the recipe has more and MAX_PROCESSES are enough, that which is the furthest from the
@@ -119,10 +119,10 @@ def ranks_of_copy(layout: Degrees) -> int:
     return layout["dp_shard"] * layout["cp"] * layout["tp"]
 
 
-# --- Twins ----------------------------------------------------------------------------------------
+# --- Proxies --------------------------------------------------------------------------------------
 
 
-def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
+def proxy_model(flavor: ModelConfig, stages: int) -> ModelConfig:
     """Return the family's debug flavor with what `flavor` has beside sizes, and layers for its
     stages.
 
@@ -144,9 +144,9 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
     )
 
 
-def twin(config: Config, layout: Degrees, steps: int) -> Config:
+def proxy(config: Config, layout: Degrees, steps: int) -> Config:
     """Return a small version of `config` on `layout`."""
-    config = _with_modules_of_twin(config)
+    config = _with_modules_of_proxy(config)
     small = config.replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
@@ -166,7 +166,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
 
 
 def reference(config: Config) -> Config:
-    """Return the reference of a twin: its batches in one eager process, the loss of all logits."""
+    """Return the reference of a proxy: its batches in one eager process, the loss of all logits."""
     return config.replace(
         training=config.training.replace(loss_chunk_tokens=-1),
         parallelism=Parallelism(data_parallel_shard_degree=1),
@@ -247,8 +247,8 @@ def _chunks_loss(config: Config) -> bool:
     return automatic_chunk(tokens, entries) > 0
 
 
-def _with_modules_of_twin(config: Config) -> Config:
-    """Return a recipe whose keys that select modules name those of the twin."""
+def _with_modules_of_proxy(config: Config) -> Config:
+    """Return a recipe whose keys that select modules name those of the proxy."""
     for key in KEYS_OF_MODULES:
         table, name = key.split(".")
         section = getattr(config, table)
@@ -258,7 +258,7 @@ def _with_modules_of_twin(config: Config) -> Config:
 
 
 def _fqns(fqns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return FQNs of the twin, each once; a layer that it does not have becomes its last one."""
+    """Return FQNs of the proxy, each once; a layer that it does not have becomes its last one."""
     renamed = (
         re.sub(r"(?<=^layers\.)\d+", lambda number: str(min(int(number[0]), MIN_LAYERS - 1)), fqn)
         for fqn in fqns
