@@ -225,6 +225,9 @@ HERE = {
     "python scripts/compare_optimizers.py --whole --powersgd 8": Run(
         "loss with PowerSGD against none", "--steps 3 --seeds 1"
     ),
+    "python scripts/compare_evaluation.py exported": Run(
+        "| 4 loglikelihood |", "--documents 1 --turns 1", {"exported": "Llama-3.1-8B"}
+    ),
     "python scripts/compare_published.py --write": Run(
         "TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'", {" --write": ""}
     ),
