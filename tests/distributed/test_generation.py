@@ -167,13 +167,13 @@ def stopped_on_a_rank(degrees, stopping):
     model = model_on(HEADS, degrees)
     asked = []
 
-    def stops():
+    def interrupted():
         asked.append(None)
         return torch.distributed.get_rank() == stopping and len(asked) == 3
 
     prompts = PROMPTS if data_rank(model.mesh)[0] == 0 else []
     with pytest.raises(GenerationStopped):
-        generate(model, prompts, max_new_tokens=NEW, stops=stops)
+        generate(model, prompts, max_new_tokens=NEW, interrupted=interrupted)
     again = generate(model, prompts, max_new_tokens=NEW)
     return len(asked), len(again)
 

@@ -56,7 +56,7 @@ def generate(  # noqa: PLR0913  what a request says, as plain values
     max_new_tokens: int,
     stop: Collection[int] = (),
     is_complete: Callable[[int, Sequence[int]], bool] | None = None,
-    stops: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool] = lambda: False,
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
     batch_size: int = 8,
@@ -71,7 +71,7 @@ def generate(  # noqa: PLR0913  what a request says, as plain values
     is_complete: (index of a prompt, its new tokens so far) -> True if its text ends here, such as
     with a stop string, or a limit of its own. It has to answer alike on the ranks of a
     data-parallel rank.
-    stops: is asked after each token; where one rank answers True, all raise GenerationStopped.
+    interrupted: is asked after each token; if a rank answers True, all raise GenerationStopped.
     sampling: greedy unless said. Numbers are drawn on the CPU, by a generator for each prompt.
     seeds: added to sampling.seed, of each prompt: with the prompt's number among all requests, a
     text does not depend on the layout. None: the index within `prompts`.
@@ -116,7 +116,14 @@ def generate(  # noqa: PLR0913  what a request says, as plain values
             ]
 
         new = _generate_batch(
-            model, [prompts[i] for i in batch], batch, rows, max_new_tokens, choose, ends, stops
+            model,
+            [prompts[i] for i in batch],
+            batch,
+            rows,
+            max_new_tokens,
+            choose,
+            ends,
+            interrupted,
         )
         texts |= zip(batch, new, strict=True)
     for of_rank in all_gather_objects(texts, mesh.get_group("cp")) if cp > 1 else ():
@@ -143,12 +150,12 @@ def _generate_batch(  # noqa: PLR0913  what `generate` was asked for
     max_new_tokens: int,
     choose: Callable[[Tensor], list[int]],
     ends: Callable[[int, Sequence[int]], bool],
-    stops: Callable[[], bool],
+    interrupted: Callable[[], bool],
 ) -> list[list[int]]:
     """Return the new tokens of up to `rows` prompts, also of none. A collective of all ranks.
 
     choose: logits (B, V) -> a token for each prompt. ends: (index, new tokens) -> True if a text is
-    complete. stops: as in `generate`.
+    complete. interrupted: as in `generate`.
     """
     mesh, device = model.mesh, model.device
     width = _largest(max(map(len, prompts), default=1), mesh, device)
@@ -181,7 +188,7 @@ def _generate_batch(  # noqa: PLR0913  what `generate` was asked for
                 if ends(indices[row], texts[row]):
                     open_rows.remove(row)
             # 3: there is no token; 2: stop; 1: go on; 0: all texts of all ranks are complete
-            state = 2 if stops() else int(bool(open_rows))
+            state = 2 if interrupted() else int(bool(open_rows))
             state = _largest(3 if NO_NUMBER in chosen else state, mesh, device)
             if state == 2:
                 raise GenerationStopped

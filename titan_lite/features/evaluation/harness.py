@@ -209,7 +209,7 @@ class HarnessModel(TemplateLM):
                     max_new_tokens=new_tokens,
                     stop=(self.of_run.eos_id,),
                     is_complete=is_complete,
-                    stops=lambda: bool(signals.received()),
+                    interrupted=lambda: bool(signals.received()),
                     sampling=sampling,
                     seeds=own,
                     batch_size=self.batch_size,
