@@ -82,7 +82,6 @@ GATE_AND_UP = changed(
     [
         (TOKEN_SHIFT, "tp=2", "layers.0.attention.wq"),
         pytest.param(TOKEN_SHIFT, "cp=2", "layers.0.attention_norm", marks=pytest.mark.release),
-        pytest.param(NORM_OVER_HEADS, "tp=2", "layers.0.attention.q_norm", marks=pytest.mark.slow),
         pytest.param(GATE_AND_UP, "tp=2", "layers.0.feed_forward.w2", marks=pytest.mark.slow),
     ],
 )
@@ -95,3 +94,15 @@ def test_the_proxy_finds_what_no_structure_shows(text, layout, module, tmp_path,
     assert program.main([str(DEBUG), *options]) == 1
     (line,) = re.findall(rf"^{layout} .*$", capfd.readouterr().out, re.M)
     assert re.search(rf"  {re.escape(module)} +DIFFERS$", line)
+
+
+@pytest.mark.slow
+def test_the_first_wrong_line_of_a_family_is_named(tmp_path, capsys):
+    file = tmp_path / "family.py"
+    file.write_text(NORM_OVER_HEADS)
+    before, _ = NORM_OVER_HEADS.split("return x * x.square().mean")
+    names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
+    degree = f"--parallelism.{KEYS['tp']}=2"
+    assert program.main([str(DEBUG), "--world-size", "2", *names, degree]) == 1
+    (named,) = re.findall(r"^first wrong value: .*$", capsys.readouterr().out, re.M)
+    assert named.endswith(f" at {file}:{1 + before.count(chr(10))}")

@@ -118,13 +118,6 @@ def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capf
         assert 0.05 < float(gradient) < 0.25
 
 
-@pytest.mark.release
-def test_the_first_module_that_is_wrong_is_named_under_compile_too(capfd):
-    assert not verified(one_module_is_wrong, "--compile.enable", layout="tp=2")
-    (line,) = re.findall(r"^tp=2 .*$", capfd.readouterr().out, re.M)
-    assert re.search(r"  layers\.2\.feed_forward +DIFFERS$", line)
-
-
 def test_a_layout_that_fails_says_why_and_does_not_agree(capfd):
     assert not verified(one_rank_fails)
     assert re.search(r"FAILS\n(.*\n)*.*RuntimeError: out of luck", capfd.readouterr().out)

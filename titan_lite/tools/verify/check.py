@@ -70,9 +70,9 @@ class Verdict:
 
 # Of every recipe.
 NOT_COVERED = (
-    "what is outside of graphs: the division by the tokens of a step, loader, clipping, optimizer,"
-    " checkpoints, eager mode; asynchronous tensor parallelism; Inductor's kernels; rounding."
-    " `--processes` trains a proxy with these",
+    "what is outside of graphs: the division by the tokens of a step, loader, clipping, optimizer"
+    " and eager mode, of which `--processes` trains a proxy; checkpoints; asynchronous tensor"
+    " parallelism; Inductor's kernels; rounding",
 )
 
 

@@ -9,7 +9,11 @@ short sequences; layers are split evenly, and graphs run as traced, without Indu
 trained in float32, with float8 matmuls if the recipe has them, on the standard library's text. The
 same model is trained with the same seed and data in one eager process without checkpointing. The
 comparison covers the losses of all steps and of validation, every gradient of the first step, the
-output of every module in its forward, and which experts each token has.
+output of every module in its forward (in eager mode), and which experts each token has.
+
+Evaluation of graphs (check.py) sees none of: the loader, the division by the tokens of a step,
+accumulation, clipping, the optimizer, validation, float8, what passes between pipeline ranks, and
+the hooks and gathers of eager mode.
 """
 
 import os
@@ -17,7 +21,7 @@ from collections.abc import Sequence
 
 import torch.multiprocessing as mp
 
-from titan_lite.config import Compile, Config, ConfigError
+from titan_lite.config import Config, ConfigError
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.device import device_memory
 from titan_lite.distributed.layout import Layout
@@ -118,14 +122,11 @@ class Verification:
         expected = self._reference(small, model)
         try:
             result = compare(run(small, model, prepare=self.prepare), expected, self.tolerances)
-            module = result.module or "-"
-            if not result.agrees and small.compile.enable:
-                module = self._first_to_diverge_in_eager_mode(small, model, expected)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             self._print_row(layout, f"FAILS\n{error}")
             return False
         verdict = "agrees" if result.agrees else "DIFFERS"
-        self._print_row(layout, f"{differences(result):<50}  {module:<24}  {verdict}")
+        self._print_row(layout, f"{differences(result):<50}  {result.module or '-':<24}  {verdict}")
         if result.flips:
             tie = "nearly equal" if result.gap <= self.tolerances.tie else "not equal"
             print(
@@ -143,13 +144,6 @@ class Verification:
             if low := low_precision(alone):
                 self._print_rounding(low, model, self.references[key])
         return self.references[key]
-
-    def _first_to_diverge_in_eager_mode(
-        self, small: Config, model: ModelConfig, expected: Observed
-    ) -> str:
-        """Return a module's FQN. A compiled run does not have the outputs of modules."""
-        eager = run(small.replace(compile=Compile()), model, prepare=self.prepare)
-        return compare(eager, expected, self.tolerances).module or "none in eager mode"
 
     def _print_row(self, layout: Degrees, text: str) -> None:
         name = f"{name_of(layout):<{self.width}}  {processes_of(layout):>9}"

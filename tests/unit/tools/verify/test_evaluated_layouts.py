@@ -7,6 +7,7 @@ from tiny import RECIPES
 
 from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
+from titan_lite.tools.verify import command
 from titan_lite.tools.verify.check import check_layout
 
 
@@ -48,7 +49,6 @@ def checked(recipe, world_size, *options):
             [*degrees(dp_shard=4, tp=2, ep=4), "--experts.balance=sequence"],
             marks=pytest.mark.slow,
         ),
-        pytest.param("llama3_405b", 512, (), marks=pytest.mark.slow),
     ],
 )
 def test_a_right_layout_agrees(recipe, world_size, options):
@@ -56,3 +56,30 @@ def test_a_right_layout_agrees(recipe, world_size, options):
     assert verdict.differences == []
     assert 0 < verdict.error < 1e-9
     assert verdict.ranks == world_size
+
+
+# Those that CI has the time for; others wait for a release.
+IN_CI = {
+    "debug_model",
+    "llama3_1b",
+    "llama3_3b",
+    "llama3_8b",
+    "qwen3_0.6b",
+    "qwen3_8b",
+    "qwen3_30b_a3b",
+    "qwen3_moe_debug",
+}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(
+            path.stem, marks=pytest.mark.slow if path.stem in IN_CI else pytest.mark.release
+        )
+        for path in sorted(RECIPES.glob("*.toml"))
+    ],
+)
+def test_a_shipped_recipe_agrees_at_its_own_number_of_ranks(recipe, capsys):
+    assert command.main([str(RECIPES / f"{recipe}.toml")]) == 0
+    assert "equal to one process" in capsys.readouterr().out
