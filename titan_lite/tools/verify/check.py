@@ -105,6 +105,8 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
         verdict.not_covered.append("training.attention_kernel")
     verdict.differences += wrong_actions(config.parallelism, layout.pipeline)
     check = Check(small, verdict)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
     try:
         if config.compile.buckets_across_blocks:
             verdict.not_covered.append("graphs at real sizes, which have other buckets by cost")
@@ -113,6 +115,8 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
         check.run()
     except Divergence as error:
         verdict.differences.append(str(error))
+    finally:
+        torch.set_num_threads(threads)
     verdict.seconds = time.perf_counter() - started
     return verdict
 
