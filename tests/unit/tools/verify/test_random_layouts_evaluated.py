@@ -8,6 +8,7 @@ from tiny import RECIPES
 
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.layout import DEGREES, Layout
+from titan_lite.tools.verify import command
 from titan_lite.tools.verify.check import check_layout
 
 MOST_RANKS = 32
@@ -84,3 +85,13 @@ def test_a_random_legal_layout_agrees(seed):
     verdict = check_layout(config, layout)
     assert verdict.differences == [], " ".join(options)
     assert verdict.error < 1e-9
+
+
+@pytest.mark.release
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("seed", range(DRAWN // 2))
+def test_processes_agree_with_the_evaluation_of_a_random_legal_layout(seed):
+    """Both say of the same layouts that they are right: the evaluation in the test above."""
+    _, layout, (recipe, *options) = legal_layout(seed)
+    ranks = ["--world-size", str(layout.world_size)]
+    assert command.main([str(RECIPES / f"{recipe}.toml"), *ranks, "--processes", *options]) == 0
