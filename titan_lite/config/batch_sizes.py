@@ -1,7 +1,9 @@
-"""Sequences of a step: the batch sizes of [training], and the microbatches that they take.
+"""Sequences of a step: the batch sizes of [training], and the microbatches that they take; numbers
+of tokens in words.
 
 gradient_accumulation_steps(config.training, dp_degree=4)
 # [(2, inf)]: two local batches a rank in every step
+number_of_tokens("2B tokens")   # 2_000_000_000
 """
 
 import math
@@ -12,6 +14,17 @@ from titan_lite.config.errors import ConfigError, alternatives, nearest_multiple
 from titan_lite.config.sections import Training
 
 MAX_SEQUENCES = 2**20  # of a batch of the ramp
+POWERS = {"M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def number_of_tokens(text: str) -> int:
+    """Return the number of "2B tokens", "900 tokens", "15T" or "1e12".
+
+    Raises ValueError and OverflowError.
+    """
+    number = text.removesuffix("tokens").strip()
+    unit = number[-1:].upper()
+    return round(float(number.rstrip("MBTmbt")) * POWERS.get(unit, 1))
 
 
 def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:

@@ -17,12 +17,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan_lite.config.batch_sizes import batch_ramp
+from titan_lite.config.batch_sizes import batch_ramp, number_of_tokens
 from titan_lite.config.errors import ConfigError, in_toml, shown
 from titan_lite.config.sections import Config, Phase, changes_of
 
 KEY = "phases"
-POWERS = {"M": 10**6, "B": 10**9, "T": 10**12}  # of tokens
 
 
 def phases_of(config: Config) -> list[Phase]:
@@ -108,13 +107,12 @@ def _step_of(begin: object, before: Sequence[Config], ends: Sequence[int], place
     """
     if isinstance(begin, int) and not isinstance(begin, bool) and begin >= 0:
         return begin
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([MBT]?) ?tokens", str(begin))
-    if not match:
+    if not re.fullmatch(r"\d{1,15}(\.\d+)? ?[MBT]? ?tokens", str(begin)):
         raise ConfigError(
             f'{place}.begin = {shown(begin)}: expected a number of steps, or tokens such as "2B'
             ' tokens"'
         )
-    tokens = round(float(match[1]) * POWERS.get(match[2], 1))
+    tokens = number_of_tokens(str(begin))
     step = 0
     for number, config in enumerate(before):
         end = ends[number] if number < len(ends) else None

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from titan_lite.config import LRScheduler
-
-POWERS = {"M": 10**6, "B": 10**9, "T": 10**12}  # of tokens
+from titan_lite.config.batch_sizes import number_of_tokens
 
 
 class Decay(NamedTuple):
@@ -63,8 +62,7 @@ def _steps_of(
         return amount
     if amount.endswith("%"):
         return round(float(amount.removesuffix("%")) / 100 * steps)
-    number = amount.removesuffix("tokens").strip()
-    tokens = round(float(number.rstrip("MBT")) * POWERS.get(number[-1], 1))
+    tokens = number_of_tokens(amount)
     if until is not None:
         most = max(0, tokens_until(until) - tokens)
         return until - bisect.bisect_right(range(1, until + 1), most, key=tokens_until)

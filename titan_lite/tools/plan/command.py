@@ -36,6 +36,7 @@ from titan_lite.config import (
     load_config,
     read_config,
 )
+from titan_lite.config.batch_sizes import number_of_tokens
 from titan_lite.config.load import option
 from titan_lite.config.phases import describe_phase
 from titan_lite.config.weights_folder import refuse_within_step
@@ -82,7 +83,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--tokens",
-        type=number_of_tokens,
+        type=some_tokens,
         default=0.0,
         help="a token budget, such as 15T, to print its days and GPU-hours",
     )
@@ -158,12 +159,15 @@ def above_zero(text: str) -> float:
     return number
 
 
-def number_of_tokens(text: str) -> float:
-    """Return an option's value as a number of tokens: "15e12", "15T" or "15T tokens"."""
-    powers = {"M": 1e6, "B": 1e9, "T": 1e12}
-    number = text.removesuffix("tokens").strip()
-    unit = number[-1:].upper()
-    return above_zero(number[:-1]) * powers[unit] if unit in powers else above_zero(number)
+def some_tokens(text: str) -> int:
+    """Return an option's value as a number of tokens, as `type` of add_argument."""
+    try:
+        tokens = number_of_tokens(text)
+    except (ValueError, OverflowError):
+        tokens = 0
+    if tokens <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 15e12 or 15T")
+    return tokens
 
 
 def factor(text: str) -> float:

@@ -21,7 +21,7 @@ from titan_lite.tools.plan.command import (
     lay_out,
     main,
     note_on_groups,
-    number_of_tokens,
+    some_tokens,
     world_size_of,
 )
 from titan_lite.tools.plan.plan import make_plan
@@ -47,7 +47,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
     ],
 )
 def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
-    assert number_of_tokens(text) == pytest.approx(tokens)
+    assert some_tokens(text) == tokens
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
             ["--world-size", "6", "--parallelism.tensor_parallel_degree=4"],
             ["tp 4", "6 ranks", "start 8 ranks"],
         ),
-        (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 2.5 or 15e12"]),
+        (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 15e12 or 15T"]),
         (["--tokens", "nanT"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
         (
