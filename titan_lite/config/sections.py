@@ -209,7 +209,8 @@ class Training(Section):
     without saving; 0: none between."""
 
     max_nonfinite_steps: int = Field(10, ge=1)
-    """Steps with a non-finite loss or gradient are skipped; this many in a row end the run."""
+    """Steps with a non-finite loss or gradient are skipped; this many skipped ones in a row, spikes
+    included, end the run."""
 
     spike_window: Annotated[int, Field(ge=2)] | Literal[0] = 0
     """Skip a step whose loss is far above the mean of this many steps before (a spike); 0: off."""
@@ -262,8 +263,8 @@ class LRScheduler(Section):
 
     decay_length: Moment = ""
     """Length of the decay, in the same forms; 0: none. Empty: to the end of the run, and without
-    decay_begin from the end of the warm-up. With both keys a run may be shortened or prolonged
-    without a jump."""
+    decay_begin from the end of the warm-up. With both keys the rate does not
+    depend on training.steps."""
 
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay."""
@@ -326,7 +327,7 @@ class Parallelism(Section):
     of memory; backward needs norm and output first."""
 
     fsdp_communication: Rounding[Literal["auto", "step", "microbatch"]] = "auto"
-    """With several microbatches: step gathers weights and reduces gradients once per optimizer step
+    """With accumulation or a pipeline: step gathers weights and reduces gradients once per optimizer step
     (memory: the rank's stages and their gradients, unsharded); microbatch does both for each; auto:
     step if 16 bytes a sharded parameter and 8 a gathered one take at most 60% of a GPU, and
     compile.bucketing is none or block."""
@@ -363,8 +364,8 @@ class Compile(Section):
     """Compile each of components as one graph."""
 
     components: Rounding[tuple[Literal["model", "loss"], ...]] = ("model", "loss")
-    """Compiled parts: model, whose graph has the loss; loss alone, which saves float32 copies of
-    the logits."""
+    """Compiled parts: model, whose graph has the loss; loss: that alone, without float32
+    copies of the logits."""
 
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
     """inductor makes kernels; aot_eager only traces, for tests."""
@@ -416,7 +417,8 @@ class Checkpoint(Section):
     """Newest checkpoints to keep; 0: all."""
 
     load_step: Annotated[int, Field(ge=1)] | Literal[-1] = -1
-    """Step of the checkpoint to resume from; -1: the newest."""
+    """Step to resume from, which has to be the newest; -1: whichever that is. For an older one use
+    branch_from."""
 
     branch_from: RecipePath = ""
     """Checkpoint of another run, such as "../outputs/trunk/checkpoint/step-8000", that a run
@@ -673,7 +675,7 @@ class Profiling(Section):
     """Write torch.profiler traces to profile_traces/."""
 
     profile_freq: int = Field(10, ge=2)
-    """Steps between traces; the last of them is traced, and in a shorter run its last."""
+    """Every so many steps one is traced; in a shorter run its last."""
 
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots to memory_snapshots/, every profile_freq steps and when out of
