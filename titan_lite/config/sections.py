@@ -327,7 +327,7 @@ class Parallelism(Section):
     of memory; backward needs norm and output first."""
 
     fsdp_communication: Rounding[Literal["auto", "step", "microbatch"]] = "auto"
-    """With accumulation or a pipeline: step gathers weights and reduces gradients once per optimizer step
+    """With accumulation or a pipeline: step gathers weights and reduces gradients once a step
     (memory: the rank's stages and their gradients, unsharded); microbatch does both for each; auto:
     step if 16 bytes a sharded parameter and 8 a gathered one take at most 60% of a GPU, and
     compile.bucketing is none or block."""
