@@ -291,7 +291,7 @@ ELSEWHERE = {
     ),
     "python scripts/compare_layouts.py": "test_layouts_have_one_curve_which_is_drawn",
     "CONFIG_FILE=train_configs/my_run.toml ./run_train.sh --job.dump_folder outputs/cooldown --checkpoint.branch_from outputs/my_run/checkpoint/step-8000 --training.steps 10000 --lr_scheduler.decay_length 2000": "test_a_branch_with_nothing_changed_is_the_run_to_the_bit_and_a_cooldown_is_another",
-    "titan-lite verify RECIPE --processes --world-size N": "test_the_proxy_finds_what_no_structure_shows",
+    "titan-lite verify RECIPE --world-size N": "test_the_first_wrong_line_of_a_family_is_named",
 }
 
 
