@@ -44,15 +44,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from titan_lite.compile.compile import compile_function, compile_model
+from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.config.families import LLAMA3, ModelConfig
 from titan_lite.cost.measure import find_machine
 from titan_lite.distributed.layout import resolve_degrees
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.parallelize import passes_of
 from titan_lite.distributed.simple_fsdp import (
     FSDPOptions,
     apply_simple_fsdp,
@@ -119,7 +118,7 @@ def simple_fsdp(
         settings = PassSettings(
             config, machine, fused=backend == "inductor", ranks=stage_ranks(mesh)
         )
-        schedule = Schedule(settings, passes_of(Config(compile=config)))
+        schedule = GraphPasses(settings, choose_passes(Config(compile=config)))
         run = compile_model(TraceableModel(model, sharding, model.layers), schedule)
     materialize(model, device)
     return run

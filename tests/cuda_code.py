@@ -41,14 +41,13 @@ from torch.utils import _triton
 from wrapper_code import Replay, triton_kernels
 
 from titan_lite.compile import backends
-from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.segments import BoxedFunction, CutGraph, Program, SegmentCall, Structure
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import load_config
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import passes_of
 from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.features.async_tp.fused_matmuls import FUSED_MATMULS
 from titan_lite.graph import aten
@@ -162,7 +161,7 @@ def capture(
     mesh = build_mesh(layout.degrees, "cpu")
     beside = modules_beside_blocks(layout.pipeline.modules[number])
     settings = PassSettings(config.compile, load_machine("H100"), fused=True)
-    schedule = Schedule(settings, passes_of(config))
+    schedule = GraphPasses(settings, choose_passes(config))
     kinds = backwards_of(config.parallelism, layout.pipeline)[number]
     (stage,) = parallelize_stage(layout, mesh, beside, kinds, blocks, schedule).stages
     programs: list[Program] = []

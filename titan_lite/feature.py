@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from titan_lite.collectives import Axis
+    from titan_lite.compile.graph_passes import Pass
     from titan_lite.compile.joint import SplitBackward
-    from titan_lite.compile.schedule import Pass
     from titan_lite.config import Config
     from titan_lite.config.families import Shape
     from titan_lite.cost.machine import Machine
@@ -147,8 +147,8 @@ class Feature:
         """Return the options of SimpleFSDP, changed."""
         return options
 
-    def passes(self, config: Config, passes: Sequence[Pass]) -> Sequence[Pass]:
-        """Return the passes on each graph of a compiled model (compile/schedule.py), changed."""
+    def passes(self, config: Config, passes: list[Pass]) -> list[Pass]:
+        """Return the passes on each graph of a compiled model, changed (`choose_passes`)."""
         return passes
 
     def inductor_settings(

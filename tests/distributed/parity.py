@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import (
     ActivationCheckpoint,
@@ -19,7 +19,7 @@ from titan_lite.config import (
 )
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
-from titan_lite.distributed.parallelize import parallelize, passes_of
+from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.step_gather import OncePerStepGatherer
@@ -71,7 +71,7 @@ def build(
 ):
     """The stage of an unsplit model as the trainer builds it, without a recipe.
 
-    compiled: a backend; reports: a list that gets the schedule's;
+    compiled: a backend; reports: a list that gets those of the passes;
     chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies,
     whose sums are left out.
     """
@@ -100,15 +100,15 @@ def build(
         gathers_once=False,
         loss_chunk=chunk,
     )
-    schedule = None
+    graph_passes = None
     if compiled:
         torch._dynamo.reset()
         fused = compiled == "inductor"
         settings = PassSettings(recipe.compile, machine, fused=fused, ranks=stage_ranks(mesh))
-        schedule = Schedule(settings, passes_of(recipe))
+        graph_passes = GraphPasses(settings, choose_passes(recipe))
         if reports is not None:
-            schedule.reports = reports
-    model = parallelize(recipe, layout, mesh, schedule=schedule)
+            graph_passes.reports = reports
+    model = parallelize(recipe, layout, mesh, graph_passes=graph_passes)
     model.materialize(torch.device("cpu"))
     model.init_weights(seed=0)
     model.parameters_have_changed()

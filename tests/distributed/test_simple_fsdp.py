@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.distributed.buckets import Bucket
@@ -283,7 +283,7 @@ def uneven():
             if compiled:
                 torch._dynamo.reset()
                 config = Compile(enable=True, backend="aot_eager", bucketing="none")
-                schedule = Schedule(PassSettings(config))
+                schedule = GraphPasses(PassSettings(config))
                 stage.compiled = compile_model(TraceableModel(model, stage.sharding), schedule)
             stage(inputs[rank]).backward()
             for fqn, parameter in exact.named_parameters():

@@ -55,6 +55,7 @@ SEE_THE_WHOLE_CONFIG = (  # the others take their own section, the Layout, or pl
     "recipe",
     "checkpoint.run_identity",
     "metrics.start_lines",
+    "compile.graph_passes",
     "optim.build",
     "hooks",
     "trainer",

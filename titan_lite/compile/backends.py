@@ -1,6 +1,6 @@
 """Make what runs the graphs of a model: run the passes on each, and compile them.
 
-    backend = inductor_backend(schedule)
+    backend = inductor_backend(graph_passes)
     run = backend({"forward": graph, "backward": other})    # graphs: torch.fx.GraphModule
     results = run["forward"]([*inputs])                     # clears the list
 
@@ -25,9 +25,9 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch.fx import Graph, GraphModule, Node
 
 from titan_lite.compile.compiled_model import Backend
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.rank_agreement import PlaceOnNode
 from titan_lite.compile.report import Compilation
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.segments import (
     BoxedFunction,
     CutGraph,
@@ -47,12 +47,12 @@ class CompiledSegment:
     was_cached: bool  # by an earlier start, or by another rank
 
 
-def aot_eager_backend(schedule: Schedule) -> Backend:
+def aot_eager_backend(graph_passes: GraphPasses) -> Backend:
     """Return a backend that runs graphs as traced, operator by operator."""
 
     def compile_graphs(graphs: Mapping[str, GraphModule]) -> dict[str, BoxedFunction]:
         for name, graph in graphs.items():
-            schedule.run(graph, name)
+            graph_passes.run(graph, name)
         return {name: as_traced(graph) for name, graph in graphs.items()}
 
     return compile_graphs
@@ -67,12 +67,12 @@ def as_traced(graph: GraphModule) -> BoxedFunction:
     return run
 
 
-def inductor_backend(schedule: Schedule, settings: Mapping[str, object]) -> Backend:
+def inductor_backend(graph_passes: GraphPasses, settings: Mapping[str, object]) -> Backend:
     """Return a backend that makes kernels, and calls collectives in the order of the passes.
 
     settings: of Inductor, beside its own.
     """
-    place = schedule.settings.ranks.place_on_node
+    place = graph_passes.settings.ranks.place_on_node
     # torch 2.11 has no such setting
     autotunes_together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
     if settings or autotunes_together:
@@ -82,7 +82,7 @@ def inductor_backend(schedule: Schedule, settings: Mapping[str, object]) -> Back
         with inductor_config.patch(dict(settings)):
             cuts: dict[str, CutGraph] = {}
             for name, graph in graphs.items():
-                schedule.run(graph, name)
+                graph_passes.run(graph, name)
                 cuts[name] = cut_graph(graph)
             segments = {key: part for cut in cuts.values() for key, part in cut.segments.items()}
             compiled = {
@@ -98,7 +98,7 @@ def inductor_backend(schedule: Schedule, settings: Mapping[str, object]) -> Back
                 different_segments=len(own),
                 cached_segments=sum(segment.was_cached for segment in own),
             )
-            schedule.add_compilation(name, compilation)
+            graph_passes.add_compilation(name, compilation)
         return dict(programs)
 
     return compile_graphs

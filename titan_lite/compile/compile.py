@@ -1,11 +1,11 @@
 """Compile the parallelized model. Passes on its graphs replace the hooks of FSDP.
 
-    schedule = Schedule(PassSettings(config.compile, machine), passes_of(config))
-    compiled = compile_model(traceable, schedule)                   # at its first call
+    graph_passes = GraphPasses(PassSettings(config.compile, machine), choose_passes(config))
+    compiled = compile_model(traceable, graph_passes)                   # at its first call
     loss = compile_function(loss, config.compile)                   # without passes
 
     model -> joint.py, model_parts.py: a block of each kind, traced -> model_graph.py: forward and
-    backward of the model -> schedule.py: the passes -> backends.py: kernels -> compiled_model.py
+    backward of the model -> graph_passes.py -> backends.py: kernels -> compiled_model.py
 
 Both backends run the same passes. Code that cannot be compiled raises CompileError, which names the
 keys to change.
@@ -36,9 +36,9 @@ from titan_lite import progress
 from titan_lite.compile.backends import aot_eager_backend, inductor_backend
 from titan_lite.compile.compiled_model import CompiledModel
 from titan_lite.compile.errors import CompileError, explain
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.joint import SplitBackward, TraceSettings
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ RECOMPILE_LIMIT = 256  # variants of a function; torch's default is 8
 
 def compile_model(
     traceable: TraceableModel,
-    schedule: Schedule,
+    graph_passes: GraphPasses,
     *,
     memory_budget: float = 1.0,
     full_backward: bool = True,
@@ -61,29 +61,28 @@ def compile_model(
     Graphs are made at the first call with arguments of new shapes; what cannot be traced raises
     CompileError then.
 
-    schedule: the passes, run on forward, then on backward. memory_budget: share of the activations
-    saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
-    full_backward: backward can run at once. split_backward: makes its halves,
-    if it can run in halves (CompiledModel.first_halves).
-    inductor_settings: beside Inductor's own.
+    graph_passes: run on forward, then on backward. memory_budget: share of the activations saved at
+    1.0 that may be saved; the partitioner recomputes the cheapest per byte. full_backward: backward
+    can run at once. split_backward: makes its halves, if it can run in halves
+    (CompiledModel.first_halves). inductor_settings: beside Inductor's own.
     """
-    config = schedule.settings.config
+    config = graph_passes.settings.config
     is_inductor = config.backend == "inductor"
     if is_inductor:
         trust_vector_instructions()
     settings = TraceSettings(
-        decomposes=schedule.decomposes,
+        decomposes=graph_passes.decomposes,
         rewrites=is_inductor,
         keep_gathered=traceable.weights.kept,
         memory_budget=memory_budget,
         full_backward=full_backward,
         split_backward=split_backward,
-        tag_joint=schedule.tag_joint,
+        tag_joint=graph_passes.tag_joint,
     )
     if is_inductor:
-        backend = inductor_backend(schedule, inductor_settings)
+        backend = inductor_backend(graph_passes, inductor_settings)
     else:
-        backend = aot_eager_backend(schedule)
+        backend = aot_eager_backend(graph_passes)
     return CompiledModel(traceable, config, settings, backend)
 
 

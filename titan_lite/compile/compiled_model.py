@@ -26,7 +26,7 @@ from titan_lite.compile.segments import BoxedFunction
 from titan_lite.config import Compile
 from titan_lite.dtensor import as_shard_of, local
 
-# graphs by their names as in Schedule.run -> what runs each
+# graphs by their names as in GraphPasses.run -> what runs each
 Backend = Callable[[Mapping[str, GraphModule]], Mapping[str, BoxedFunction]]
 
 

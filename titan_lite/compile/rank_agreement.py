@@ -9,7 +9,7 @@ pipeline stage.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -22,6 +22,10 @@ from titan_lite.config import ConfigError
 from titan_lite.graph import KINDS, collective_bytes, parameters_of, ranks_of
 
 T = TypeVar("T")
+
+# What a pass chooses: (number of a node to move, number of a collective). Nodes of one kind are
+# counted in graph order. Positions among all nodes would not do: a rank with fewer rows pads them.
+Pairs = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)

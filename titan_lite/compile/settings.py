@@ -3,7 +3,7 @@
     def my_pass(graph: Graph, settings: PassSettings) -> int:       # number of nodes changed
         ...
 
-schedule.py has the list of passes.
+graph_passes.py has the list of passes.
 """
 
 from dataclasses import dataclass, field

@@ -60,7 +60,7 @@ from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.models.transformer import Transformer, saved_buffers, takes_documents
 
 if TYPE_CHECKING:  # Inductor takes a second to import, and an eager run does without
-    from titan_lite.compile.schedule import Pass, Schedule
+    from titan_lite.compile.graph_passes import GraphPasses
     from titan_lite.cost.machine import Machine
 
 
@@ -187,7 +187,7 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     machine: "Machine | None" = None,
-    schedule: "Schedule | None" = None,
+    graph_passes: "GraphPasses | None" = None,
     backwards: Sequence[Collection[str]] | None = None,
 ) -> ParallelModel:
     """Build this rank's stages on the meta device. A collective: it may make process groups.
@@ -196,8 +196,8 @@ def parallelize(
     has. Checkpointing comes before SimpleFSDP, so that recomputing a block reads its weights again.
     The compiler comes last, to see all collectives.
 
-    machine: what the passes estimate times on. schedule: replaces the passes of the recipe; with
-    it, stages are compiled even if the recipe does not. backwards: replaces the kinds of backward
+    machine: what the passes estimate times on. graph_passes: replace those of the recipe; with
+    them, stages are compiled even if the recipe does not. backwards: replaces the kinds of backward
     that the stages of the layout run (`backwards_of`).
     """
     compiled = config.compile.compiles("model")
@@ -244,13 +244,13 @@ def parallelize(
         stages.append(Stage(model, sharding))
 
     parallel = ParallelModel(stages, config, layout, mesh)
-    if compiled and schedule is None:
-        schedule = build_schedule(config, mesh, machine)
-    if schedule is not None:
-        parallel.compile_reports = schedule.reports
+    if compiled and graph_passes is None:
+        graph_passes = build_graph_passes(config, mesh, machine)
+    if graph_passes is not None:
+        parallel.compile_reports = graph_passes.reports
         if backwards is None:
             backwards = backwards_of(config.parallelism, layout.pipeline)
-        compile_stages(stages, [backwards[index] for index in indices], config, mesh, schedule)
+        compile_stages(stages, [backwards[index] for index in indices], config, mesh, graph_passes)
     return parallel
 
 
@@ -277,24 +277,16 @@ def build_loss(
     return loss
 
 
-def build_schedule(config: Config, mesh: DeviceMesh, machine: "Machine | None") -> "Schedule":
+def build_graph_passes(
+    config: Config, mesh: DeviceMesh, machine: "Machine | None"
+) -> "GraphPasses":
     """Return what runs the passes of the recipe on each graph."""
-    from titan_lite.compile.schedule import Schedule
+    from titan_lite.compile.graph_passes import GraphPasses, choose_passes
     from titan_lite.compile.settings import PassSettings
 
     fused = config.compile.backend == "inductor"
     settings = PassSettings(config.compile, machine, fused=fused, ranks=stage_ranks(mesh))
-    return Schedule(settings, passes_of(config), dump_folder=graph_folder(config, mesh))
-
-
-def passes_of(config: Config) -> Sequence["Pass"]:
-    """Return the passes that the recipe selects, in the order in which they run on each graph."""
-    from titan_lite.compile.schedule import choose_passes
-
-    passes: Sequence[Pass] = choose_passes(config.compile)
-    for feature in features_of(config):
-        passes = feature.passes(config, passes)
-    return passes
+    return GraphPasses(settings, choose_passes(config), dump_folder=graph_folder(config, mesh))
 
 
 def graph_folder(config: Config, mesh: DeviceMesh) -> Path | None:
@@ -314,7 +306,7 @@ def compile_stages(
     backwards: Sequence[Collection[str]],
     config: Config,
     mesh: DeviceMesh,
-    schedule: "Schedule",
+    graph_passes: "GraphPasses",
 ) -> None:
     """Compile each stage, in place. Graphs are made at the first call of a stage.
 
@@ -336,7 +328,7 @@ def compile_stages(
         compiled = functools.partial(
             compile_model,
             TraceableModel(stage.model, stage.sharding, stage.model.layers, checkpoint_rule),
-            schedule,
+            graph_passes,
             full_backward="B" in kinds,
             split_backward=split_backward if "I" in kinds else None,
             inductor_settings=inductor_settings,

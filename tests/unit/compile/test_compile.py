@@ -11,8 +11,8 @@ from titan_lite.compile import backends
 from titan_lite.compile import compile as stage
 from titan_lite.compile.compile import compile_function, compile_model
 from titan_lite.compile.errors import CompileError, explain
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.config.families import ModelConfig
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
 
 
 def aot_eager():
-    return Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    return GraphPasses(PassSettings(Compile(enable=True, backend="aot_eager")))
 
 
 def traceable(model):
@@ -170,7 +170,9 @@ def failing(name, graph, wanted):
 
 @pytest.mark.parametrize("wanted", ["forward", "backward"])
 def test_a_pass_that_fails_on_the_model_is_told_with_the_keys_to_change(wanted, monkeypatch):
-    monkeypatch.setattr(Schedule, "run", lambda schedule, graph, name: failing(name, graph, wanted))
+    monkeypatch.setattr(
+        GraphPasses, "run", lambda schedule, graph, name: failing(name, graph, wanted)
+    )
     with pytest.raises(CompileError) as failure:
         trained(1.0)
     assert (
@@ -185,7 +187,7 @@ def test_a_pass_that_knows_the_key_speaks_for_itself(monkeypatch):
     def refuse(schedule, graph, name):
         raise ConfigError("compile.bucketing = x: z; use y")
 
-    monkeypatch.setattr(Schedule, "run", refuse)
+    monkeypatch.setattr(GraphPasses, "run", refuse)
     with pytest.raises(CompileError, match=r"^compile.bucketing = x: z; use y$"):
         trained(1.0)
 
@@ -197,7 +199,7 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
     monkeypatch.setattr(backends, "compile_fx_inner", broken)
     model = Transformer(CONFIG)
     config = Compile(enable=True, bucketing="none")
-    compiled = compile_model(traceable(model), Schedule(PassSettings(config)))
+    compiled = compile_model(traceable(model), GraphPasses(PassSettings(config)))
     with pytest.raises(CompileError) as failure:
         compiled(torch.zeros(1, 16, dtype=torch.long))
     assert (
@@ -225,7 +227,7 @@ def test_a_model_that_depends_on_values_is_told_and_no_other_backend_named():
 
     model = Branch()
     config = Compile(enable=True, components=("model",), bucketing="none")
-    compiled = compile_model(traceable(model), Schedule(PassSettings(config)))
+    compiled = compile_model(traceable(model), GraphPasses(PassSettings(config)))
     with pytest.raises(CompileError) as failure:
         compiled(torch.ones(3))
     sentence = str(failure.value)

@@ -14,10 +14,10 @@ from titan_lite.compile import model_parts
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.errors import CompileError
 from titan_lite.compile.graph import placeholders, results_of
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import compose
 from titan_lite.compile.model_parts import TraceableModel, trace_parts
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.config.families import ModelConfig
@@ -70,7 +70,7 @@ def check(model, *arguments, **keywords):
     expected = run(model, *arguments, **keywords)
     with torch.no_grad():
         without_gradients = model(*arguments, **keywords)
-    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    schedule = GraphPasses(PassSettings(Compile(enable=True, backend="aot_eager")))
     traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
     compiled = compile_model(traceable, schedule)
     for _ in range(2):  # compiled, and again
@@ -198,7 +198,7 @@ def test_weights_before_which_nothing_is_trained():
 
 def test_a_gradient_of_other_strides_is_copied():
     model = build()
-    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    schedule = GraphPasses(PassSettings(Compile(enable=True, backend="aot_eager")))
     model(TOKENS).sum().backward()
     expected = model.output.weight.grad
     model.zero_grad()
@@ -219,7 +219,7 @@ def test_halves_are_the_whole_to_the_bit(config, without, mode):
     hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))
     argument = hidden if "tok_embeddings" in without else TOKENS
     output, of_input, of_weights = run(model, argument)
-    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    schedule = GraphPasses(PassSettings(Compile(enable=True, backend="aot_eager")))
     traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
     compiled = compile_model(traceable, schedule, split_backward=halves_of)
 
@@ -272,7 +272,7 @@ def twice(x, blocks):
 @pytest.mark.parametrize("call", [scaled_between, first_two, twice])
 def test_a_model_whose_blocks_are_no_chain_is_refused(call):
     model = Chain(call)
-    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    schedule = GraphPasses(PassSettings(Compile(enable=True, backend="aot_eager")))
     compiled = compile_model(TraceableModel(model, PlainWeights(model), model.layers), schedule)
     with pytest.raises(CompileError, match="blocks"):
         compiled(torch.ones(2, 4))
@@ -282,7 +282,7 @@ def test_a_model_whose_blocks_are_no_chain_is_refused(call):
 def test_hooks_are_refused(fqn):
     model = build()
     model.get_submodule(fqn).register_forward_hook(lambda module, inputs, output: 2 * output)
-    schedule = Schedule(PassSettings(Compile(enable=True, backend="aot_eager")))
+    schedule = GraphPasses(PassSettings(Compile(enable=True, backend="aot_eager")))
     compiled = compile_model(TraceableModel(model, PlainWeights(model), model.layers), schedule)
     with pytest.raises(CompileError, match="has hooks"):
         compiled(TOKENS)

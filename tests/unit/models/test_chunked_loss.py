@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.cost.timeline import peak_bytes
@@ -99,7 +99,7 @@ def test_a_gradient_that_differs_between_sequences_is_refused_for_the_projection
 VOCABULARY, TOKENS, WIDTH = 128_256, 8192, 64
 
 
-class Recorded(Schedule):
+class Recorded(GraphPasses):
     """The peak of live bytes of logits, their copies and gradients, in each graph."""
 
     peaks: dict[str, int]

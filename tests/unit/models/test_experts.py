@@ -12,8 +12,8 @@ from poisoned import poisoned
 from tiny import UNTIED, of_family
 
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.distributed.activation_checkpoint import (
@@ -318,7 +318,7 @@ def trained(mode="none", option="op", compiled=False, budget=1.0):
     if compiled:
         settings = PassSettings(Compile(enable=True, backend="aot_eager"), None)
         traceable = TraceableModel(model, PlainWeights(model), model.layers, checkpoint_rule)
-        run = compile_model(traceable, Schedule(settings), memory_budget=budget)
+        run = compile_model(traceable, GraphPasses(settings), memory_budget=budget)
     ids = torch.arange(2 * config.max_seq_len).view(2, -1) * 7 % config.vocab_size
     run(ids).square().mean().backward()
     assert {load.calls for load in loads.values()} == {1}

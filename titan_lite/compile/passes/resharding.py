@@ -6,7 +6,7 @@
              backward    w = wait(all_gather(shard)); dx = dy @ w
 
 This runs on the joint graph of forward and backward, before the partitioner cuts it in two; the
-passes of schedule.py run on each part. The min-cut partitioner keeps every gathered weight by
+passes of graph_passes.py run on each part. The min-cut partitioner keeps every gathered weight by
 default, because it takes collectives for expensive. Tags overrule it (SimpleFSDP, arXiv 2411.00284,
 section on memory). The weights that forward uses last are kept, as in eager mode, since backward
 needs them first. What activation checkpointing recomputes reads the weights that are kept.

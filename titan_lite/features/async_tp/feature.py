@@ -1,6 +1,6 @@
 """Asynchronous tensor parallelism, or chunks of tokens, in a compiled run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from titan_lite.config import Config
@@ -10,7 +10,7 @@ from titan_lite.features.async_tp.keys import AsyncTensorParallelKeys, TokenChun
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from titan_lite.compile.schedule import Pass
+    from titan_lite.compile.graph_passes import Pass
     from titan_lite.models.transformer import Transformer
 
 
@@ -19,11 +19,9 @@ class AsyncTensorParallel(Feature):
         fuses = AsyncTensorParallelKeys.of(config).enable_async_tensor_parallel
         return fuses or TokenChunksKeys.of(config).tensor_parallel_chunks > 1
 
-    def passes(self, config: Config, passes: Sequence["Pass"]) -> Sequence["Pass"]:
-        from titan_lite.compile.passes.defer_weight_grads import (
-            defer_weight_grads,
-            order_activation_collectives,
-        )
+    def passes(self, config: Config, passes: list["Pass"]) -> list["Pass"]:
+        from titan_lite.compile.passes.defer_weight_grads import defer_weight_grads
+        from titan_lite.compile.passes.order_activations import order_activation_collectives
 
         if not AsyncTensorParallelKeys.of(config).enable_async_tensor_parallel:
             from titan_lite.features.async_tp.token_chunks import cut_token_chunks

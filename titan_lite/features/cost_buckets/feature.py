@@ -1,6 +1,5 @@
 """Buckets by the cost model in a compiled run."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titan_lite.config import Config
@@ -8,7 +7,7 @@ from titan_lite.feature import Feature
 from titan_lite.features.cost_buckets.keys import VALUES
 
 if TYPE_CHECKING:
-    from titan_lite.compile.schedule import Pass
+    from titan_lite.compile.graph_passes import Pass
 
 
 class CostBuckets(Feature):
@@ -16,7 +15,7 @@ class CostBuckets(Feature):
         compile = config.compile
         return compile.compiles("model") and compile.bucketing in VALUES["compile.bucketing"]
 
-    def passes(self, config: Config, passes: Sequence["Pass"]) -> Sequence["Pass"]:
+    def passes(self, config: Config, passes: list["Pass"]) -> list["Pass"]:
         from titan_lite.compile.passes.bucketing import bucket_by_block
 
         if config.compile.bucketing == "greedy":

@@ -40,11 +40,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tqdm import tqdm
 
 from titan_lite.compile.graph import merge_waits
+from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.passes.bucketing import by_block, merge_buckets
-from titan_lite.compile.passes.defer_weight_grads import order_activation_collectives
+from titan_lite.compile.passes.order_activations import order_activation_collectives
 from titan_lite.compile.passes.reordering import move_gather_before, wait_for_reductions_late
 from titan_lite.compile.passes.resharding import REGION
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import KEYS_OF_MODULES, Compile, Config, Parallelism, flatten
 from titan_lite.config.section import added_keys
@@ -56,7 +56,7 @@ from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce
 from titan_lite.distributed.context_parallel import ContextParallelAttention, causal_attention
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import ParallelModel, parallelize, passes_of
+from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
 from titan_lite.distributed.simple_fsdp import materialize
@@ -278,15 +278,15 @@ def trace_stage(
     mesh = build_mesh(layout.degrees, "cpu")
     axes = axes_of(mesh, layout.expert_parallel)
     machine = machine.with_attention_kernel(config.training.attention_kernel)
-    schedule = PricedSchedule(layout, machine, axes)
-    model = parallelize_stage(as_traced(layout), mesh, beside, kinds, n_layers, schedule)
+    graph_passes = PricedPasses(layout, machine, axes)
+    model = parallelize_stage(as_traced(layout), mesh, beside, kinds, n_layers, graph_passes)
     (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, stage)
         inputs = stage_inputs(layout, stage, machine)
         stage(inputs.input, **inputs.model_kwargs)
 
-    graphs = schedule.graphs
+    graphs = graph_passes.graphs
     specs = stage.sharding.specs
     updated = {parameter: spec for parameter, spec in specs.items() if is_updated(layout, spec)}
     costs = StageCosts(
@@ -404,16 +404,16 @@ def parallelize_stage(
     beside: StageModules,
     kinds: Collection[str],
     n_layers: int,
-    schedule: Schedule,
+    graph_passes: GraphPasses,
 ) -> ParallelModel:
-    """Return one stage on the meta device, compiled by `schedule`."""
+    """Return one stage on the meta device, compiled by `graph_passes`."""
     modules = (*beside, *(f"layers.{number}" for number in range(n_layers)))
     alone = dataclasses.replace(
         layout,
         model=dataclasses.replace(layout.model, n_layers=max(n_layers, 1)),
         pipeline=PipelineSchedule((modules,), (0,), layout.pipeline.microbatches),
     )
-    model = parallelize(layout.config, alone, mesh, schedule=schedule, backwards=[kinds])
+    model = parallelize(layout.config, alone, mesh, graph_passes=graph_passes, backwards=[kinds])
     attention: Any
     for attention in model.stages[0].model.modules():
         attend = getattr(attention, "attend", None)
@@ -491,7 +491,7 @@ class PricedGraph:
     timeline: Timeline  # with groups named by axis
 
 
-class PricedSchedule(Schedule):
+class PricedPasses(GraphPasses):
     """Run the passes, or reorder as eager mode does, and price each graph."""
 
     def __init__(self, layout: PlannedLayout, machine: Machine, axes: Axes):
@@ -504,7 +504,7 @@ class PricedSchedule(Schedule):
             fused=priced_as == "inductor",
             must_change=False,
         )
-        passes = [order_activation_collectives] if is_eager else passes_of(config)
+        passes = [order_activation_collectives] if is_eager else choose_passes(config)
         super().__init__(settings, passes)
         self.priced_as = priced_as
         self.layout = layout

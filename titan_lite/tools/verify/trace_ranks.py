@@ -29,15 +29,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import titan_lite
 from titan_lite.collectives import collectives
+from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.model_parts import Value
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.compile.torch_patches import replaced
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import ranks_in
 from titan_lite.distributed.buckets import Specs, reduce_buckets
 from titan_lite.distributed.mesh import build_mesh, data_rank
-from titan_lite.distributed.parallelize import ParallelModel, parallelize, passes_of
+from titan_lite.distributed.parallelize import ParallelModel, parallelize
 from titan_lite.distributed.simple_fsdp import materialize
 from titan_lite.distributed.step_gather import StepGradients, StepReader
 from titan_lite.dtensor import local
@@ -70,7 +70,7 @@ class TracedStage:
     """A stage as one rank has it."""
 
     rank: int
-    graphs: Mapping[str, GraphModule]  # by their names as in Schedule.run
+    graphs: Mapping[str, GraphModule]  # by their names as in GraphPasses.run
     inputs: Sequence[Value]  # of forward
     kept: Sequence[int]  # of backward_input's inputs, those that backward_weight has too
     # of the graph "reduce", which a step has that gathers once: the parameters that it is of
@@ -130,7 +130,7 @@ def _line_of(frame: FrameType | None) -> str | None:
     return None
 
 
-class _Keep(Schedule):
+class _Keep(GraphPasses):
     """The passes of the recipe, which keep the graphs."""
 
     def __init__(self, small: SmallRecipe):
@@ -140,7 +140,7 @@ class _Keep(Schedule):
         if compile.buckets_across_blocks:
             machine = load_machine(compile.machine or "H100")
         settings = PassSettings(compile, machine, must_change=False)
-        super().__init__(settings, passes_of(small.config))
+        super().__init__(settings, choose_passes(small.config))
         self.graphs: dict[str, GraphModule] = {}
 
     def run(self, module: GraphModule, name: str) -> None:
@@ -155,11 +155,11 @@ def trace_stage(
 
     mode: in which tensors are made and the stage runs, such as FakeTensorMode for real sizes.
     """
-    schedule = _Keep(small)
+    graph_passes = _Keep(small)
     layout = dataclasses.replace(small.layout, pipeline=small.chain[index])
     mesh = build_mesh(layout.degrees, "cpu")
     parallel = parallelize(
-        small.config, layout, mesh, schedule=schedule, backwards=[small.backwards[index]]
+        small.config, layout, mesh, graph_passes=graph_passes, backwards=[small.backwards[index]]
     )
     (stage,) = parallel.stages
     with ExitStack() as stack:
@@ -183,12 +183,12 @@ def trace_stage(
         stage(hidden if stage.model.tok_embeddings is None else ids, **arguments)
         reduced: list[str] = []
         if layout.gathers_once:
-            schedule.graphs["reduce"], reduced = _reduction(stage.sharding.specs)
+            graph_passes.graphs["reduce"], reduced = _reduction(stage.sharding.specs)
     assert stage.compiled is not None
     (compiled,) = stage.compiled.graphs.values()
     groups = {
         group_of(node): ranks_in(group_of(node))
-        for module in schedule.graphs.values()
+        for module in graph_passes.graphs.values()
         for node in module.graph.nodes
         if node.target in KINDS
     }
@@ -196,7 +196,7 @@ def trace_stage(
         stage.model.init_buffers()
     return TracedStage(
         rank=dist.get_rank(),
-        graphs=schedule.graphs,
+        graphs=graph_passes.graphs,
         inputs=compiled.inputs,
         kept=compiled.halves.saved if compiled.halves else (),
         reduced=reduced,

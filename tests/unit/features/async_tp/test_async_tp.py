@@ -2,8 +2,8 @@
 
 import pytest
 
+from titan_lite.compile.graph_passes import choose_passes
 from titan_lite.config import load_config
-from titan_lite.distributed.parallelize import passes_of
 from titan_lite.feature import features_of
 
 COMPILED = ["--compile.enable", "--parallelism.tensor_parallel_degree=2"]
@@ -35,7 +35,7 @@ BLOCKS = ["bucket_by_block", "overlap_collectives"]
 )
 def test_the_recipe_selects_the_passes_and_their_order(options, expected):
     config = load_config("llama3_8b", [*COMPILED, *options])
-    assert [each.__name__ for each in passes_of(config)] == expected
+    assert [each.__name__ for each in choose_passes(config)] == expected
 
 
 @pytest.mark.parametrize(

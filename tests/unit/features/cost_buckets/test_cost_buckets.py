@@ -5,10 +5,9 @@ import torch
 from handmade_graphs import Hand, aten, left, priced
 from torch.fx import GraphModule
 
-from titan_lite.compile.schedule import Schedule
+from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, Config, ConfigError
-from titan_lite.distributed.parallelize import passes_of
 from titan_lite.features.cost_buckets import greedy
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -33,7 +32,7 @@ def four_parameters(seconds=0.0):
 def scheduled(graph_module, machine=None, **options):
     """options: of [compile]."""
     config = Config(compile=Compile(enable=True, **options))
-    schedule = Schedule(PassSettings(config.compile, machine), passes_of(config))
+    schedule = GraphPasses(PassSettings(config.compile, machine), choose_passes(config))
     schedule.run(graph_module, "forward")
     return schedule.reports[0]
 
@@ -48,7 +47,7 @@ def scheduled(graph_module, machine=None, **options):
     ],
 )
 def test_the_recipe_selects_the_passes_and_their_order(options, expected):
-    passes = passes_of(Config(compile=Compile(**{"enable": True, **options})))
+    passes = choose_passes(Config(compile=Compile(**{"enable": True, **options})))
     names = [each.__name__ for each in passes]
     assert names == ["defer_weight_grads", "order_activation_collectives", *expected]
 

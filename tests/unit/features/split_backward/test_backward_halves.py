@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.compile.compile import compile_model
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile
 from titan_lite.distributed.activation_checkpoint import (
@@ -196,7 +196,7 @@ def test_tokens_are_gathered_again_for_the_weights():
 # Graphs of the model
 
 
-class Captured(Schedule):
+class Captured(GraphPasses):
     """Keep the graphs as they are traced."""
 
     def __init__(self):

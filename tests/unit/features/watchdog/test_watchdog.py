@@ -12,8 +12,8 @@ from torch import nn
 from titan_lite import progress
 from titan_lite.compile import compile as compile_module
 from titan_lite.compile.compile import compile_function, compile_model
+from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
-from titan_lite.compile.schedule import Schedule
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Comm, Compile, Config
 from titan_lite.features.watchdog import watchdog
@@ -144,7 +144,7 @@ def test_compiling_a_model_is_progress():
         seen.append(one._compiler_position())
 
     model = nn.Linear(2, 2)
-    schedule = Schedule(PassSettings(COMPILE))
+    schedule = GraphPasses(PassSettings(COMPILE))
     schedule.run = look
     compiled = compile_model(TraceableModel(model, PlainWeights(model)), schedule)
     compiled(torch.ones(2))

@@ -17,7 +17,7 @@ from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.transformer import Transformer
-from titan_lite.tools.plan.trace import PlannedLayout, PricedSchedule, trace_stage
+from titan_lite.tools.plan.trace import PlannedLayout, PricedPasses, trace_stage
 
 LAYERS, TOKENS = 3, 16
 MODEL = dataclasses.replace(UNTIED, n_layers=LAYERS, max_seq_len=TOKENS)
@@ -62,7 +62,7 @@ def priced(mode, option):
     )
     layout = PlannedLayout(**vars(Layout.from_config(config, 1, MODEL)), config=config)
     found = {}
-    run = PricedSchedule.run
+    run = PricedPasses.run
 
     def noting(self, module, name):
         calls = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -72,7 +72,7 @@ def priced(mode, option):
         run(self, module, name)
 
     modules = ("tok_embeddings", "norm", "output")
-    with patch.object(PricedSchedule, "run", noting):
+    with patch.object(PricedPasses, "run", noting):
         trace_stage(layout, modules, frozenset("B"), LAYERS, load_machine("H100"))
     return found
 

@@ -5,9 +5,9 @@ import torch
 from handmade_graphs import Hand, aten, left, places, priced
 from torch.fx import GraphModule
 
-from titan_lite.compile.schedule import Schedule, choose_passes, readable
+from titan_lite.compile.graph_passes import GraphPasses, choose_passes, readable
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import Compile, ConfigError
+from titan_lite.config import Compile, Config, ConfigError
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -25,11 +25,11 @@ def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
 
 def scheduled(graph_module, machine=None, dump_folder=None, **options):
     """options: of [compile]."""
-    config = Compile(**options)
-    settings = PassSettings(config, machine)
-    schedule = Schedule(settings, choose_passes(config), dump_folder=dump_folder)
-    schedule.run(graph_module, "forward")
-    return schedule.reports[0]
+    config = Config(compile=Compile(**options))
+    settings = PassSettings(config.compile, machine)
+    graph_passes = GraphPasses(settings, choose_passes(config), dump_folder=dump_folder)
+    graph_passes.run(graph_module, "forward")
+    return graph_passes.reports[0]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_without_reordering_everything_stays_where_it_is_needed():
 
 
 def test_buckets_that_merge_nothing_are_an_error():
-    schedule = Schedule(PassSettings(Compile(bucketing="block")))  # whose passes are missing
+    schedule = GraphPasses(PassSettings(Compile(bucketing="block")))  # whose passes are missing
     with pytest.raises(
         ConfigError,
         match=r'compile.bucketing = "block" merged none of the 4 collectives of the forward graph;',
@@ -104,7 +104,7 @@ def test_graphs_are_written_before_and_after_each_pass(tmp_path):
     ],
 )
 def test_the_recipe_selects_the_passes_and_their_order(options, expected):
-    passes = choose_passes(Compile(**options))
+    passes = choose_passes(Config(compile=Compile(**options)))
     assert len(passes) == len(expected)
     for function, name in zip(passes, expected, strict=True):
         assert function.__name__.startswith(name)

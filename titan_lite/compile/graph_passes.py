@@ -1,8 +1,8 @@
 """Run the passes on a forward or backward graph, and report what they did.
 
     settings = PassSettings(config.compile, machine=load_machine("H100"), fused=True)
-    schedule = Schedule(settings, choose_passes(config.compile))
-    schedule.run(graph_module, "forward")          # in place; appends to schedule.reports
+    graph_passes = GraphPasses(settings, choose_passes(config))
+    graph_passes.run(graph_module, "forward")          # in place; appends to graph_passes.reports
 
 `choose_passes` is the list of passes. To add one, write `my_pass(graph, settings) -> int` in a file
 of passes/, and put it into the list; features have others (Feature.passes). Both backends run the
@@ -20,10 +20,8 @@ from torch.fx import Graph, GraphModule
 
 from titan_lite.compile.graph import merge_waits
 from titan_lite.compile.passes.bucketing import bucket_by_block
-from titan_lite.compile.passes.defer_weight_grads import (
-    defer_weight_grads,
-    order_activation_collectives,
-)
+from titan_lite.compile.passes.defer_weight_grads import defer_weight_grads
+from titan_lite.compile.passes.order_activations import order_activation_collectives
 from titan_lite.compile.passes.reordering import overlap_collectives
 from titan_lite.compile.rank_agreement import check_same_order
 from titan_lite.compile.report import (
@@ -34,39 +32,43 @@ from titan_lite.compile.report import (
     list_collectives,
 )
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import Compile, ConfigError
+from titan_lite.config import Config, ConfigError
 from titan_lite.cost.timeline import Timeline, lower_bound, simulate
+from titan_lite.feature import features_of
 from titan_lite.graph import group_of, parameter_collectives, parameters_of
 
 # Changes a graph in place. Returns a count for the report; each pass says of what.
 Pass = Callable[[Graph, PassSettings], int]
 
 
-def choose_passes(config: Compile) -> list[Pass]:
-    """Return the passes of the core that the recipe selects, in the order in which they run on each
-    graph. Features change the list.
+def choose_passes(config: Config) -> list[Pass]:
+    """Return the passes that the recipe selects, in the order in which they run on each graph.
 
     It depends on the recipe alone, so it is the same on every rank: passes communicate.
 
     To add a pass: write it in passes/, and append it here under the key that selects it. Where
     ranks could decide differently, it takes the first rank's choice (rank_agreement.py).
     """
+    options = config.compile
     passes: list[Pass] = []
 
     # Collectives of activations (tensor, context and expert parallelism)
-    if config.defer_weight_grads:
+    if options.defer_weight_grads:
         passes.append(defer_weight_grads)
     passes.append(order_activation_collectives)
 
     # Collectives of parameters (SimpleFSDP)
-    if config.bucketing != "none":
+    if options.bucketing != "none":
         passes.append(bucket_by_block)  # features put other buckets in its place
-    if config.reordering:
+    if options.reordering:
         passes.append(overlap_collectives)
+
+    for feature in features_of(config):
+        passes = feature.passes(config, passes)
     return passes
 
 
-class Schedule:
+class GraphPasses:
     """The passes of a recipe, and the reports of the graphs that they ran on."""
 
     def __init__(
