@@ -291,7 +291,7 @@ def is_rule(node):
 
 PRICED = (  # need seconds, or hand on what has them
     "compile.passes",
-    "compile.schedule",
+    "compile.graph_passes",
     "compile.settings",
     "cost",
     "features.async_tp",
