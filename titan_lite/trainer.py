@@ -22,7 +22,7 @@ from pydantic import NonNegativeInt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite import manifest, progress
+from titan_lite import manifest, progress, sinks
 from titan_lite.checkpoint.agreement import agree
 from titan_lite.checkpoint.manager import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.manager import Checkpointer, CheckpointError
@@ -210,7 +210,9 @@ class Trainer:
         self.replica_groups = OneGroup(self)
         group = group_number(config.fault_tolerance)
         self.own_folder = folder_of_group(self.dump_folder, group)
-        progress.report_to(progress.Listener())  # a run before in this process is not watched
+        # A run before in this process is neither watched nor counted.
+        progress.report_to(progress.Listener())
+        sinks.close()
         self.hooks = [*build_hooks(config, self.rank, self.own_folder), *hooks]
         self.progress = Progress(validation_due=config.validation.enable)
 

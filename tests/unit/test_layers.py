@@ -32,7 +32,7 @@ LAYERS = (
         "features.FEATURES",
     ),
     # parts of tensors, and their checksums; what ranks send; FX graphs
-    ("sharding", "dtensor", "checksum", "collectives", "graph"),
+    ("sharding", "dtensor", "checksum", "collectives", "graph", "sinks"),
     ("models",),
     ("cost",),
     ("compile",),

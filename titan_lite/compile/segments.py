@@ -23,18 +23,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from titan_lite import sinks
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import extract, output_node, placeholders, results_of
 from titan_lite.graph import start_of
 
-# Operators with an FQN as an argument: no two segments with one would be equal.
-OF_A_MODULE = frozenset(
-    {
-        "titan_lite::take_gradient",  # distributed/step_gather.py
-        "titan_lite::choose_experts",  # models/experts.py, like the next one
-        "titan_lite::rows_of_experts",
-    }
-)
 # Takes the list of its inputs, which it clears.
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 Structure = Hashable  # equal for segments of the same code
@@ -123,14 +116,14 @@ def _value(values: Sequence[Any], argument: object) -> Any:  # noqa: ANN401 any 
 
 def is_outside(node: Node) -> bool:
     """Return True for operators between segments, and for one result of such an operator:
-    collectives, waits, and operators of OF_A_MODULE.
+    collectives, waits, and operators with sinks, whose FQNs would make segments differ.
     """
     if node.target is operator.getitem:
         (source,) = node.all_input_nodes
         return is_outside(source)
     if not isinstance(node.target, OpOverload) or is_fused(node):
         return False
-    return node.target.namespace == "_c10d_functional" or node.target.name() in OF_A_MODULE
+    return node.target.namespace == "_c10d_functional" or node.target.name() in sinks.OPERATORS
 
 
 def is_fused(node: Node) -> bool:

@@ -34,7 +34,7 @@ The way of a weight's gradient, once a microbatch down to the sum, and from ther
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -49,6 +49,7 @@ from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets
 from titan_lite.distributed.param_collectives import InFlight, ShardSpec, Weight
 from titan_lite.distributed.prefetch import PrefetchGatherer
 from titan_lite.dtensor import as_shard_of, local
+from titan_lite.sinks import Sinks
 
 # Buckets allocated at once, beside weights and gradients: one is communicated while another is
 # copied. The planner counts their memory.
@@ -223,7 +224,8 @@ class StepReader:
             handle = weight.new_empty(0, dtype=spec.param_dtype)
             self.weights[spec.fqn] = weight.detach()
             self.handles[spec.fqn] = handle.requires_grad_(parameter.requires_grad)
-            STEP_READERS.add(spec.fqn, self)
+            assert spec.fqn not in STEP_READERS, "two models with the same FQNs in a step"
+            STEP_READERS[spec.fqn] = self
 
     def _start_next(self) -> None:
         if self.started < len(self.buckets):
@@ -267,7 +269,8 @@ class StepReader:
 
     def close(self) -> None:
         """Drop the weights, as OncePerStepGatherer does, and take no more gradients."""
-        STEP_READERS.remove(self.handles)
+        for fqn in self.handles:
+            del STEP_READERS[fqn]
         self.weights.clear()
         self.handles.clear()
         self.arrivals.clear()
@@ -340,32 +343,14 @@ class _ArrivingWeight(torch.autograd.Function):
         return None, take_gradient(gradient, ctx.spec.fqn), None
 
 
-class StepReaders:
-    """The StepReader of each weight in the step that runs, by FQN: one for a pipeline stage.
-
-    The arguments of an operator in a graph are tensors and plain values. So `take_gradient` has the
-    FQN of a weight, and finds here who takes its gradient.
-    """
-
-    def __init__(self) -> None:
-        self.by_fqn: dict[str, StepReader] = {}
-
-    def add(self, fqn: str, reader: StepReader) -> None:
-        assert fqn not in self.by_fqn, "two models with the same FQNs in a step"
-        self.by_fqn[fqn] = reader
-
-    def remove(self, fqns: Iterable[str]) -> None:
-        for fqn in fqns:
-            del self.by_fqn[fqn]
-
-
-STEP_READERS = StepReaders()  # of this process
+# The StepReader of each weight in the step that runs: one for a pipeline stage
+STEP_READERS = Sinks[StepReader]("titan_lite::take_gradient")
 
 
 @torch.library.custom_op("titan_lite::take_gradient", mutates_args=())
 def take_gradient(gradient: Tensor, fqn: str) -> Tensor:
     """Give the gradient of a weight to its StepReader. Returns that of the weight's handle."""
-    STEP_READERS.by_fqn[fqn].receive(fqn, gradient)
+    STEP_READERS[fqn].receive(fqn, gradient)
     return gradient.new_empty(0)
 
 

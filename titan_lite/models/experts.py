@@ -39,6 +39,7 @@ from torch.fx.traceback import annotate
 
 from titan_lite.collectives import all_reduce
 from titan_lite.config.families import ModelConfig
+from titan_lite.sinks import Sinks
 
 # --- Operators ------------------------------------------------------------------------------------
 
@@ -51,12 +52,11 @@ class Load(Protocol):
         ...
 
 
-# The Load of each router of this process by its FQN: an operator of a graph takes tensors and plain
-# values, no objects. Without one, nothing is counted.
-LOADS: dict[str, Load] = {}
-# The rows that the experts of this process have needed in training at most, relative to their room,
-# by their FQN: scalars, float64. Only experts with a capacity are in it.
-ROOM_NEEDED: dict[str, Tensor] = {}
+# The Load of each router. Without one, nothing is counted.
+LOADS = Sinks[Load]("titan_lite::choose_experts")
+# The rows that experts have needed in training at most, relative to their room: scalars, float64.
+# Only experts with a capacity are in it.
+ROOM_NEEDED = Sinks[Tensor]("titan_lite::rows_of_experts")
 
 
 @torch.library.custom_op("titan_lite::choose_experts", mutates_args=())

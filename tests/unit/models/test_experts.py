@@ -11,6 +11,7 @@ from plain_weights import PlainWeights
 from poisoned import poisoned
 from tiny import UNTIED, of_family
 
+from titan_lite import sinks
 from titan_lite.compile.compile import compile_model
 from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
@@ -53,8 +54,7 @@ class Count:
 @pytest.fixture(autouse=True)
 def no_loads():
     yield
-    LOADS.clear()
-    ROOM_NEEDED.clear()
+    sinks.close()
 
 
 def filled(moe, seed=0):

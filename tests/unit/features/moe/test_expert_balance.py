@@ -6,12 +6,13 @@ import pytest
 import torch
 from tiny import UNTIED, of_family
 
+from titan_lite import sinks
 from titan_lite.distributed.stage import Stage
 from titan_lite.features.moe import balance as expert_balance
 from titan_lite.features.moe.balance import ExpertBalance
 from titan_lite.features.moe.keys import ExpertsKeys
 from titan_lite.features.moe.load import LINES, BalanceHistory, Loads, values_of
-from titan_lite.models.experts import LOADS, choose_experts, routers_of
+from titan_lite.models.experts import choose_experts, routers_of
 from titan_lite.models.transformer import Transformer
 
 CONFIG = dataclasses.replace(of_family("qwen3_moe", UNTIED), n_layers=2)
@@ -23,7 +24,7 @@ def one_process(monkeypatch):
     monkeypatch.setattr(expert_balance, "sum_over_positions", lambda tensor, mesh: None)
     monkeypatch.setattr(expert_balance.dist, "all_reduce", lambda tensor: None)
     yield
-    LOADS.clear()
+    sinks.close()
 
 
 def balance_of(model, **settings):
