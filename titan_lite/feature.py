@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from titan_lite.compile.joint import SplitBackward
     from titan_lite.config import Config
     from titan_lite.config.families import Shape
+    from titan_lite.cost.costs import Costs
     from titan_lite.cost.machine import Machine
     from titan_lite.distributed.axes import Axes
     from titan_lite.distributed.buckets import Specs
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from titan_lite.one_group import OneGroup
     from titan_lite.optim.build import PartOptimizer
     from titan_lite.rules.mistakes import Mistake
-    from titan_lite.tools.plan.costs import Costs
     from titan_lite.trainer import Trainer
 
 

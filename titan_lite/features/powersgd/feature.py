@@ -13,12 +13,12 @@ from titan_lite.features.powersgd.keys import PowerSGDKeys
 from titan_lite.models.shapes import ITEM_BYTES
 
 if TYPE_CHECKING:
+    from titan_lite.cost.costs import Costs
     from titan_lite.cost.machine import Machine
     from titan_lite.distributed.axes import Axes
     from titan_lite.distributed.buckets import Specs
     from titan_lite.distributed.parallelize import ParallelModel
     from titan_lite.distributed.simple_fsdp import FSDPOptions
-    from titan_lite.tools.plan.costs import Costs
 
 
 class PowerSGDFeature(Feature):

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from titan_lite.config import Config
+from titan_lite.cost.costs import ByAxis, Costs
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.pipeline_schedule import Order, computations, order_of
-from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION, ByAxis, Costs, StageCosts
+from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION, StageCosts
 from titan_lite.tools.plan.owned import Owned, owned_matrices
 from titan_lite.tools.plan.rank_bytes import (
     STORED_BYTES,

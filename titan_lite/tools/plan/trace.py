@@ -48,6 +48,7 @@ from titan_lite.compile.passes.resharding import REGION
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import KEYS_OF_MODULES, Compile, Config, Parallelism, flatten
 from titan_lite.config.section import added_keys
+from titan_lite.cost.costs import Costs
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import GROUPED, expected_rows
 from titan_lite.cost.timeline import Timeline
@@ -71,7 +72,6 @@ from titan_lite.processes import end_with_program, fork_server
 from titan_lite.tools.plan.costs import (
     GRAPHS,
     GRAPHS_OF_BACKWARD,
-    Costs,
     StageCosts,
     graph_costs,
     once_per_step_costs,

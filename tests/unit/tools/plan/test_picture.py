@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from test_changes import EVIDENCE
 from test_simulate import AT_ONCE, layout, stages_of
 
+from titan_lite.cost.costs import Costs
 from titan_lite.cost.timeline import Span, Timeline
-from titan_lite.tools.plan.costs import Costs
 from titan_lite.tools.plan.memory import Memory
 from titan_lite.tools.plan.picture import COLORS, deepest, draw_plan, step_spans, write_plan_trace
 from titan_lite.tools.plan.plan import Plan

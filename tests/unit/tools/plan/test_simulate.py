@@ -11,10 +11,11 @@ from torch.distributed.pipelining.schedules import _Action
 from titan_lite.config import Config, Optimizer, Parallelism, Training
 from titan_lite.config.families import LLAMA3
 from titan_lite.config.optimizers import OPTIMIZERS
+from titan_lite.cost.costs import Costs
 from titan_lite.cost.machine import Link
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of
-from titan_lite.tools.plan.costs import Costs, StageCosts
+from titan_lite.tools.plan.costs import StageCosts
 from titan_lite.tools.plan.owned import all_to_all, owned_matrices
 from titan_lite.tools.plan.simulate import simulate_step, updated_bytes
 from titan_lite.tools.plan.timetable import run_order

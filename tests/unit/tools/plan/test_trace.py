@@ -21,6 +21,7 @@ from titan_lite.config import (
     load_config,
 )
 from titan_lite.config.families import ModelConfig
+from titan_lite.cost.costs import Costs
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.layout import Layout
@@ -30,7 +31,6 @@ from titan_lite.features.float8.keys import Float8Keys
 from titan_lite.features.powersgd.feature import FEATURE
 from titan_lite.models.shapes import flops_per_token
 from titan_lite.tools.plan import plan
-from titan_lite.tools.plan.costs import Costs
 from titan_lite.tools.plan.memory import memory_of
 from titan_lite.tools.plan.simulate import simulate_step
 from titan_lite.tools.plan.tape import stage_of
