@@ -120,7 +120,7 @@ def train_phases(config: Config, rank: int, hooks: Sequence[Any], start_times: S
 def train_phase(
     config: Config, hooks: Sequence[Any], start_times: StartTimes, store: "dist.Store | None" = None
 ) -> int | None:
-    """Train a phase; return the step that the run goes on from, None if a signal has asked to stop.
+    """Train a phase; return the step that the run resumes from, None if a signal has asked to stop.
 
     That is the last step of the phase; or one of an earlier phase, where newer checkpoints are
     damaged. store: as in Trainer. Raises TrainingError, EndpointError and ConfigError.

@@ -146,7 +146,7 @@ HERE = {
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run(
-        "complete matrices of the optimizer", PLAN, PLANNED_8B
+        "whole matrices at their owners", PLAN, PLANNED_8B
     ),
     f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(

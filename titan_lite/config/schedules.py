@@ -21,7 +21,7 @@ class ScheduleKind:
     goes_round: bool = False
     # stages go down the ranks and back, so that the first and the last one share a rank
     is_v_shaped: bool = False
-    # backward is in two halves, which may run apart: gradients of inputs, and of weights
+    # backward is split in two, which may run apart: gradients of inputs, and of weights
     splits_backward: bool = False
 
 

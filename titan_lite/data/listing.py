@@ -5,7 +5,7 @@
     listing.identity                     # a SourceIdentity: names, sizes and hashes
 
 What was asked for once stays as it was found: all parts of a run see the same documents. The first
-rank of a node completes its listings, and the others get them (Trainer.list_documents).
+rank of a node completes its listings, and the others get them (Trainer.share_listings).
 """
 
 import hashlib

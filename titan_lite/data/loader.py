@@ -199,8 +199,8 @@ class Loader(Iterator[Batch]):
         return self._state().to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a merged state, which may be of another dp_degree, batch size, sequence
-        length, or of other sources.
+        """Continue from the state of this rank, or from the merged one of all ranks, which may be
+        of another dp_degree, batch size, sequence length, or of other sources.
 
         The number of streams is that of the state. A source goes on at its position, a new one
         begins, and the position of one that is gone stays in the state.

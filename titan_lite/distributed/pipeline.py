@@ -6,7 +6,7 @@ through all stages.
     losses = runner.forward_backward(batch, tokens)
 
 torch.distributed.pipelining has the schedules and runs them. This package adds the split
-(pipeline_schedule.py) and SimpleFSDP's gathered weights under a backward in two halves.
+(pipeline_schedule.py) and SimpleFSDP's gathered weights under a split backward.
 A microbatch's loss is divided by the number of tokens of the step, so gradients are summed, never
 averaged, and do not depend on the number of microbatches.
 """
@@ -237,8 +237,8 @@ class Pipeline:
 class _StageModule(nn.Module):
     """A stage as the module that torch's schedules run.
 
-    Its parameters are the current `gradient_leaves`: what a backward in two halves computes
-    gradients of.
+    Its parameters are the current `gradient_leaves`: what a split backward computes gradients
+    of.
     """
 
     def __init__(self, stage: Stage):

@@ -77,7 +77,7 @@ def stages_per_rank(parallelism: Parallelism) -> int:
 
 
 def runs_halves(parallelism: Parallelism) -> bool:
-    """Return True if the schedule runs backward in two halves."""
+    """Return True if the schedule splits backward in two."""
     is_split = parallelism.pipeline_parallel_degree > 1
     return is_split and SCHEDULES[parallelism.pipeline_parallel_schedule].splits_backward
 

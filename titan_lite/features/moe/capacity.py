@@ -27,7 +27,7 @@ from torch import nn
 from titan_lite.distributed.activation_checkpoint import fully_checkpointed
 from titan_lite.distributed.stage import Stage
 from titan_lite.feature import Repeat, StepPart
-from titan_lite.features.moe.load import repeated_steps
+from titan_lite.features.moe.load import line_of_repeats
 from titan_lite.logging import logger
 from titan_lite.models.experts import ROOM_NEEDED, experts_of
 
@@ -85,7 +85,7 @@ class ExpertCapacity(StepPart):
 
     def metrics(self, steps: range, folder: Path | None) -> dict[str, float]:
         values = {"expert_rows_max": self.most, "repeated_steps": float(self.repeated_steps)}
-        if dist.get_rank() == 0 and (line := repeated_steps(values, self.factor, steps)):
+        if dist.get_rank() == 0 and (line := line_of_repeats(values, self.factor, steps)):
             logger.warning(line)
         self.most = 0.0
         self.repeated_steps = 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from titan_lite.models.transformer import Transformer
 
 
-class MixtureOfExperts(Feature):
+class MoEFeature(Feature):
     def is_on(self, config: Config) -> bool:
         return shape_of(config.model).n_experts > 0
 
@@ -87,4 +87,4 @@ def recomputes_in_repeats(config: Config) -> bool:
     return config.compile.compiles("model") or not runs_halves(config.parallelism)
 
 
-FEATURE = MixtureOfExperts()
+FEATURE = MoEFeature()

@@ -154,7 +154,7 @@ def _course(values: Tensor) -> str:
     return f"{values[0]:.2f} to {values[-1]:.2f}"
 
 
-def repeated_steps(rows: Mapping[str, float], factor: float, steps: range) -> str:
+def line_of_repeats(rows: Mapping[str, float], factor: float, steps: range) -> str:
     """Return a line on the steps that ran again with room for all rows; "" if there are none.
 
     rows: ExpertCapacity.metrics. factor: experts.capacity_factor.

@@ -1,1 +1,3 @@
-"""Backward in two halves, for pipeline schedules without bubbles (arXiv 2401.10241)."""
+"""Split backward: gradients of inputs and of weights apart, for pipeline schedules without bubbles
+(arXiv 2401.10241).
+"""

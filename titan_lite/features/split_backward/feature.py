@@ -1,4 +1,4 @@
-"""Backward in two halves in a run."""
+"""Split backward in a run."""
 
 from typing import TYPE_CHECKING
 

@@ -27,7 +27,7 @@ PART_NAMES = {
     "optimizer": "clipping and optimizer",
     "host": "the host",
     "slowest": "the slowest rank",
-    "owners": "complete matrices of the optimizer",
+    "owners": "whole matrices at their owners",
     **AXIS_NAMES,
 }
 SECONDS_IN = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
