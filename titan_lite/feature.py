@@ -272,7 +272,7 @@ class StepPart:
         `before_update` may be missing between.
 
         step: the first one is 1. tokens: positions of this step over all ranks and replica groups,
-        ignored labels included (Layout.tokens_at); losses are divided by fewer.
+        ignored labels included (Layout.tokens); losses are divided by fewer.
         """
 
     def repeat(self) -> Repeat | None:

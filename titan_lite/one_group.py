@@ -53,8 +53,7 @@ class OneGroup:
 
     def next_batches(self) -> list[DeviceBatch]:
         """Return the local batches of this step that are of this group."""
-        local_batches = self.trainer.layout.accumulation_at(self.trainer.step)
-        return [self.trainer.next_batch() for _ in range(local_batches)]
+        return [self.trainer.next_batch() for _ in range(self.trainer.layout.accumulation)]
 
     def sum_tokens(self, tokens: Tensor) -> Tensor:
         """Return the counted tokens of this step over all groups, by which losses are divided.

@@ -295,8 +295,7 @@ class Trainer:
             part for feature in features_of(config) for part in feature.step_parts(self.model)
         ]
         self.optimizer = build_optimizer(config, self.parameters)
-        tokens_until = self.layout.tokens_until
-        self.decay = decay_of(config.lr_scheduler, config.training.steps, tokens_until)
+        self.decay = decay_of(config.lr_scheduler, config.training.steps, self.layout.tokens)
 
     def build_data(self) -> None:
         """Build the loaders of training and validation."""
@@ -309,7 +308,7 @@ class Trainer:
             config.data,
             listings,
             "train",
-            streams=layout.max_sequences_per_step,
+            streams=layout.sequences_per_step,
             keys=source_keys(self.documents["documents"]),
         )
         self.per_source = PerSource(config.data.source_names(), self.mesh, self.device)
@@ -375,7 +374,7 @@ class Trainer:
         dtype = getattr(torch, config.training.mixed_precision_param)
         configured = self.machine if config.compile.machine else None
         self.throughput = Throughput(
-            layout.tokens_until,
+            layout.tokens,
             ranks=self.world_size,
             flops_per_token=flops_per_token(layout.model, layout.seq_len),
             flops_per_token_full_attention=flops_per_token(
@@ -481,13 +480,6 @@ class Trainer:
         progress.beat(f"step {self.step}")
         for hook in self.hooks:
             hook.on_step_start(self.step)
-        sequences = self.layout.sequences_at(self.step)
-        before = self.layout.sequences_at(self.step - 1)
-        if self.step > 1 and sequences != before:
-            logger.info(
-                f"batch: {sequences:,} sequences a step from step {self.step:,} on,"
-                f" {before:,} before"
-            )
 
     def end_step(self) -> None:
         """Log, validate and save after a step, where it is time to."""
@@ -585,7 +577,7 @@ class Trainer:
 
     def begin_step_parts(self) -> None:
         for part in self.step_parts:
-            part.begin_step(self.step, self.layout.tokens_at(self.step))
+            part.begin_step(self.step, self.layout.tokens)
 
     def repeat_step(
         self, repeat: Repeat, batches: Sequence[DeviceBatch], tokens: Tensor
@@ -623,7 +615,7 @@ class Trainer:
         """Return the local batches of the first step, and tell what is packed if that takes long:
         a hang report names the phase.
         """
-        sequences = self.layout.sequences_at(self.step) // self.dp_degree
+        sequences = self.layout.sequences_per_step // self.dp_degree
         what = f"packing {sequences:,} sequences of {self.layout.seq_len:,} tokens"
         with progress.phase(what, self.compile_limit), telling_if_slow(what):
             return self.replica_groups.next_batches()

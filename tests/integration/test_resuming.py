@@ -105,6 +105,8 @@ def uninterrupted(tmp_path_factory):
     assert list(samples) == [1, 2, 3, 4, 5, 6]
     assert {sum(counts.values()) for counts in samples.values()} == {8}
     assert len({sample for counts in samples.values() for sample in counts}) == 6 * 8
+    for values in read_metrics(folder / "metrics.jsonl").values():  # of 4 sequences of each rank
+        assert values["tps"] * values["step_time"] == pytest.approx(4 * 32)
     return folder, samples, parameters
 
 
@@ -266,50 +268,6 @@ def test_a_resume_with_another_order_of_sums_says_that_numbers_change_by_roundin
     assert result.returncode == 0
     assert f"results differ by floating-point rounding: {key}: " in result.stdout
     assert "nothing differs" not in result.stdout
-
-
-RAMP = [
-    "--training.global_batch_size=8",
-    "--training.global_batch_ramp=4 until 3, 8 until 4, 12 until 5",
-]
-
-
-@pytest.fixture(scope="module")
-def ramped(tmp_path_factory):
-    """Six steps of 4, 4, 4, 8, 12 and 8 sequences on two ranks, every second one saved."""
-    folder = tmp_path_factory.mktemp("ramped")
-    samples, parameters = train("2 ranks", folder, *RAMP)
-    assert [sum(counts.values()) for counts in samples.values()] == [4, 4, 4, 8, 12, 8]
-    assert len(set().union(*samples.values())) == 40
-    return folder, samples, parameters
-
-
-def test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers(ramped, tmp_path):
-    samples, _ = train("1 ranks", tmp_path, *RAMP, "--data.num_workers=3")
-    assert samples == ramped[1]
-    assert losses(tmp_path) == pytest.approx(losses(ramped[0]), rel=1e-4)
-    figures = read_metrics(tmp_path / "metrics.jsonl")
-    assert [values["tokens_seen"] for values in figures.values()] == [
-        32 * count for count in (4, 8, 12, 20, 32, 40)
-    ]
-    for step, size in zip(figures, (4, 4, 4, 8, 12, 8), strict=True):  # of the step's own sequences
-        assert figures[step]["tps"] * figures[step]["step_time"] == pytest.approx(size * 32)
-
-
-@pytest.mark.slow
-def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
-    """As if killed in step 4, and once more in step 5, the first of another size."""
-    shutil.copytree(ramped[0], tmp_path, dirs_exist_ok=True)
-    for step in (4, 6):
-        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
-    (tmp_path / "metrics.jsonl").unlink()
-    parts = [train("2 ranks", tmp_path, *RAMP, *steps(4))[0], train("2 ranks", tmp_path, *RAMP)[0]]
-    assert {step: found for part in parts for step, found in part.items()} == {
-        step: ramped[1][step] for step in (3, 4, 5, 6)
-    }
-    assert losses(tmp_path) == {step: loss for step, loss in losses(ramped[0]).items() if step > 2}
-    state = json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())
-    assert state["parts"]["loader"]["windows_taken"] == 40
 
 
 @pytest.mark.slow

@@ -231,11 +231,10 @@ def test_an_import_of_a_feature_is_found(module, source, tmp_path):
 LAYOUT = {
     "distributed/layout.py",
     "tools/plan/rank_bytes.py",
-    "rules/training.py",
     "config/batch_sizes.py",
     "tools/verify/small.py",
     "tools/verify/proxy.py",
-}  # rules: an early check of the batch; small and proxy: make other recipes
+}  # small and proxy: make other recipes
 
 
 def derived_again(package):

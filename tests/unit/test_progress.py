@@ -62,8 +62,7 @@ def test_after_an_error_reports_name_its_phase():
 
 def test_a_run_that_waits_for_its_first_batch_says_what_is_packed():
     trainer = SimpleNamespace(
-        layout=SimpleNamespace(seq_len=8192, sequences_at=lambda step: 120_000),
-        step=1,
+        layout=SimpleNamespace(seq_len=8192, sequences_per_step=120_000),
         dp_degree=2,
         compile_limit="init_timeout_seconds",
         replica_groups=SimpleNamespace(next_batches=lambda: progress.current.name),

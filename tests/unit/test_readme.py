@@ -70,13 +70,13 @@ TRAINED = {
     "[[data.sources]]": (
         "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources"
     ),
-    "global_batch_ramp": "test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers",
+    "training.global_batch_size = 256": "test_one_command_is_to_the_bit_the_phases_by_hand",
     "Llama-3.1-8B": "test_a_recipe_of_the_pages_goes_on_from_weights",
     "Qwen3-30B-A3B": (
         "test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs"
     ),
     "my_models/gated.py": "test_the_family_of_the_pages_trains_and_its_steps_speak",
-    "[[phases]]": "test_one_command_is_to_the_bit_the_phases_by_hand",
+    "data.sources = [{": "test_one_command_is_to_the_bit_the_phases_by_hand",
     'name = "Lion"': "test_a_run_with_lion_resumes_to_the_bit",
 }
 

@@ -186,7 +186,7 @@ def run_identity(
         sequences=layout.sequences_per_step,
         shares=tuple(share for share, _ in config.data.mixture()),
         total_steps=config.training.steps,
-        decay=decay_of(config.lr_scheduler, config.training.steps, layout.tokens_until)._asdict(),
+        decay=decay_of(config.lr_scheduler, config.training.steps, layout.tokens)._asdict(),
         world_size=layout.world_size,
         mesh={**layout.degrees, "ep": layout.expert_parallel},
         added_tensors=added_tensors,

@@ -4,7 +4,7 @@ sections.py has the keys, load.py reads them, help.py prints
 them. Imports no torch.
 """
 
-from titan_lite.config.batch_sizes import batch_ramp, gradient_accumulation_steps
+from titan_lite.config.batch_sizes import gradient_accumulation_steps
 from titan_lite.config.errors import ConfigError
 from titan_lite.config.help import save_recipe, to_toml
 from titan_lite.config.load import SHIPPED, base_of, find_recipe, load_config, read_config
@@ -62,7 +62,6 @@ __all__ = [
     "Training",
     "Validation",
     "base_of",
-    "batch_ramp",
     "changes_of",
     "find_recipe",
     "flatten",

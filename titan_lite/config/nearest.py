@@ -29,6 +29,13 @@ RENAMED = {
     "training.compare_copies_freq": "training.compare_replicas_freq",
 }
 
+# Keys of earlier versions that are gone, and what to use in their place.
+GONE = {
+    "training.global_batch_ramp": (
+        "use [[phases]] that change training.global_batch_size, or leave an empty one out"
+    ),
+}
+
 # Keys and tables of torchtitan, of its TOML files and of its Python configurations, and what to use
 # in their place. Those that the nearest name explains are left out. A table stands for all in it.
 OF_TORCHTITAN = {
@@ -168,6 +175,8 @@ def _in_place_of(key: str) -> str:
     """
     if key in RENAMED:
         return f"; use {RENAMED[key]}"
+    if key in GONE:
+        return f"; {GONE[key]}"
     while key and key not in OF_TORCHTITAN:
         key = key.rpartition(".")[0]
     return f"; {OF_TORCHTITAN[key]}" if key else ""

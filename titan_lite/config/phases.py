@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan_lite.config.batch_sizes import batch_ramp, number_of_tokens
+from titan_lite.config.batch_sizes import number_of_tokens
 from titan_lite.config.errors import ConfigError, in_toml, shown
 from titan_lite.config.sections import Config, Phase, changes_of
 
@@ -114,26 +114,22 @@ def _step_of(begin: object, before: Sequence[Config], ends: Sequence[int], place
         )
     tokens = number_of_tokens(str(begin))
     step = 0
-    for number, config in enumerate(before):
-        end = ends[number] if number < len(ends) else None
-        for sequences, last_step in _batches(config, place):
-            last = last_step if end is None else min(end, last_step or end)
-            of_step = sequences * config.training.seq_len
-            needed = -(-tokens // of_step)  # steps, rounded up
-            if last is None or step + needed <= last:
-                return step + needed
-            if last > step:
-                tokens -= (last - step) * of_step
-                step = last
-    return step
+    *earlier, phase = before
+    for config, end in zip(earlier, ends, strict=True):
+        tokens_of_phase = (end - step) * _tokens_of_step(config, place)
+        if tokens <= tokens_of_phase:
+            phase = config
+            break
+        tokens -= tokens_of_phase
+        step = end
+    return step + -(-tokens // _tokens_of_step(phase, place))  # rounded up
 
 
-def _batches(config: Config, place: str) -> list[tuple[int, int | None]]:
-    """Return [(sequences, last step with this batch size), ...]; None: the last of the run."""
-    training = config.training
-    if training.global_batch_size == -1:
+def _tokens_of_step(config: Config, place: str) -> int:
+    sequences = config.training.global_batch_size
+    if sequences == -1:
         raise ConfigError(
             f"{place}.begin in tokens needs training.global_batch_size, since the tokens of a step"
             " depend on the number of ranks; use one, or a number of steps"
         )
-    return [*batch_ramp(training.global_batch_ramp), (training.global_batch_size, None)]
+    return sequences * config.training.seq_len

@@ -163,10 +163,6 @@ class Training(Section):
     """Sequences per optimizer step over all ranks; more than local_batch_size x data-parallel
     degree accumulates gradients; -1: that product."""
 
-    global_batch_ramp: tuple[str, ...] = ()
-    """Global batch sizes at the beginning: ["64 until 1000", "128 until 3000"] is 64 up to step
-    1000, 128 up to 3000, then global_batch_size."""
-
     seq_len: int = Field(2048, ge=1, le=2**24)
     """Tokens per sequence."""
 

@@ -5,7 +5,6 @@
     layout.microbatches       # of a step: local batches x microbatches of the pipeline
     layout.tokens             # of a step, over all ranks
     layout.gathers_once       # weights are gathered once a step, not once a microbatch
-    layout.sequences_at(3)    # those of step 3; training.global_batch_ramp changes the first steps
 
 Plain numbers without torch, a device or a price. The trainer, the planner, the start lines, the
 checkpoint's state and verify read them here, and compute none themselves. Which layouts are
@@ -64,11 +63,10 @@ class Layout:
     degrees: dict[str, int]  # ranks along each axis of the mesh (distributed/mesh.py)
     pipeline: PipelineSchedule  # stages, their ranks, microbatches of a local batch
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
-    accumulation: int  # local batches of a step on each data-parallel rank, once the ramp is over
+    accumulation: int  # local batches of a step on each data-parallel rank
     gathers_once: bool  # weights are gathered, gradients reduced once a step, not once a microbatch
     expert_parallel: int = 1  # ranks, of dp_shard x cp x tp, that have a block's experts together
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
-    ramp: tuple[tuple[int, int], ...] = ()  # (local batches, last step), before `accumulation`
     replica_groups: int = 1  # each on all ranks of a layout; they share local batches
 
     @classmethod
@@ -100,14 +98,12 @@ class Layout:
         )
         dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
         groups = config.fault_tolerance.replica_groups
-        *ramp, (accumulation, _) = gradient_accumulation_steps(training, dp_degree, groups)
         layout = cls(
             model=model,
             degrees=degrees,
             pipeline=pipeline,
             local_batch_size=training.local_batch_size,
-            accumulation=accumulation,
-            ramp=tuple((batches, int(last)) for batches, last in ramp),
+            accumulation=gradient_accumulation_steps(training, dp_degree, groups),
             replica_groups=groups,
             gathers_once=False,
             expert_parallel=config.parallelism.expert_parallel_degree,
@@ -255,43 +251,12 @@ class Layout:
         """Tokens of one optimizer step, over all ranks."""
         return self.sequences_per_step * self.seq_len
 
-    @property
-    def max_sequences_per_step(self) -> int:
-        """Sequences of the largest optimizer step, over all ranks."""
-        of_ramp = [self.sequences_at(last_step) for _, last_step in self.ramp]
-        return max([self.sequences_per_step, *of_ramp])
-
-    def accumulation_at(self, step: int) -> int:
-        """Return the local batches of optimizer step `step`; the first step is 1."""
-        for local_batches, last_step in self.ramp:
-            if step <= last_step:
-                return local_batches
-        return self.accumulation
-
-    def sequences_at(self, step: int) -> int:
-        """Return the sequences of optimizer step `step`, over all ranks."""
-        return self.accumulation_at(step) * self.local_batch_size * self.dp_degree
-
     def shared_evenly(self, sequences: int) -> int:
         """Return the sequences of a step in which each group has as many as the busiest one has of
         a step of `sequences`.
         """
         at_once = self.local_batch_size * self.dp_degree * self.replica_groups
         return math.ceil(sequences / at_once) * at_once
-
-    def tokens_at(self, step: int) -> int:
-        """Return the tokens of optimizer step `step`, over all ranks."""
-        return self.sequences_at(step) * self.seq_len
-
-    def tokens_until(self, step: int) -> int:
-        """Return the tokens of all steps up to `step`, over all ranks."""
-        sequences = 0
-        done = 0
-        for last_step in [*(last for _, last in self.ramp), step]:
-            end = min(last_step, step)
-            sequences += self.sequences_at(end) * (end - done)
-            done = end
-        return sequences * self.seq_len
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
@@ -419,8 +384,7 @@ def _gathers_once(config: Config, layout: Layout, device_memory: float) -> bool:
     would leave no room for activations on a device of `device_memory` bytes.
     """
     parallelism = config.parallelism
-    most_local_batches = max([layout.accumulation, *(batches for batches, _ in layout.ramp)])
-    of_group = math.ceil(most_local_batches / layout.replica_groups)
+    of_group = math.ceil(layout.accumulation / layout.replica_groups)
     if of_group * layout.pipeline.microbatches == 1:
         return False
     if parallelism.fsdp_communication != "auto":

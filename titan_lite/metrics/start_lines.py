@@ -55,8 +55,6 @@ def start_lines(
     lines.append(layout_line(layout, device))
     lines += mesh_picture(layout.degrees, stages_of_ranks(layout))
     lines.append(batch_line(layout))
-    if layout.ramp:
-        lines.append(f"batch ramp: {describe_ramp(layout)} (training.global_batch_ramp)")
     lines += sources
     lines.append(tokenizer_line(config))
     if layout.model.vocab_size > MAX_ROWS_PER_TOKEN * tokens_known:
@@ -168,15 +166,6 @@ def batch_line(layout: Layout) -> str:
     )
 
 
-def describe_ramp(layout: Layout) -> str:
-    """Return the sequences of the first steps in words; "" without training.global_batch_ramp."""
-    parts = [
-        f"{layout.sequences_at(last_step):,} sequences until step {last_step:,}"
-        for _, last_step in layout.ramp
-    ]
-    return ", ".join(parts)
-
-
 def tokenizer_line(config: Config) -> str:
     path = config.model.tokenizer_path
     return f"tokenizer: {min(path, os.path.relpath(path), key=len)}"
@@ -243,7 +232,7 @@ def learning_rate_lines(config: Config, layout: Layout) -> list[str]:
     schedule = config.lr_scheduler
     steps = config.training.steps
     if schedule.decay_begin != "":
-        decay = decay_of(schedule, steps, layout.tokens_until)
+        decay = decay_of(schedule, steps, layout.tokens)
         return [
             f"learning rate: decays from step {decay.begin + 1:,} to step {decay.end:,}"
             " (lr_scheduler.decay_begin, decay_length)"

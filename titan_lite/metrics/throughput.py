@@ -1,6 +1,6 @@
 """Measure the throughput of training in windows from one log line to the next.
 
-throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=6.0e9, ...)
+throughput = Throughput(layout.tokens, ranks=8, flops_per_token=6.0e9, ...)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
 with throughput.exclude("saving"): save()       # not training
@@ -10,7 +10,7 @@ throughput.start(step)                          # the next window begins, after 
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from titan_lite.metrics.goodput import SECONDS_OF
@@ -19,21 +19,21 @@ from titan_lite.metrics.goodput import SECONDS_OF
 class Throughput:
     """The throughput of the current window.
 
-    tokens_until: (step) -> tokens of all steps up to it, on all ranks. flops_per_token: with
-    causal attention counted as half of full attention; flops_per_token_full_attention: with all of
-    it. peak_flops: FLOP/s of one device; None if unknown, which omits mfu.
+    tokens_per_step: on all ranks. flops_per_token: with causal attention counted as half of full
+    attention; flops_per_token_full_attention: with all of it. peak_flops: FLOP/s of one device;
+    None if unknown, which omits mfu.
     """
 
     def __init__(
         self,
-        tokens_until: Callable[[int], int],
+        tokens_per_step: int,
         *,
         ranks: int,
         flops_per_token: float,
         flops_per_token_full_attention: float,
         peak_flops: float | None,
     ):
-        self.tokens_until = tokens_until
+        self.tokens_per_step = tokens_per_step
         self.ranks = ranks
         self.flops_per_token = flops_per_token
         self.flops_per_token_full_attention = flops_per_token_full_attention
@@ -83,8 +83,7 @@ class Throughput:
         """Return the metrics of the window up to and including `step` (names: writer.py)."""
         seconds = time.perf_counter() - self.started
         steps = step - self.window_start
-        tokens = self.tokens_until(step) - self.tokens_until(self.window_start)
-        tps = tokens / self.ranks / seconds
+        tps = steps * self.tokens_per_step / self.ranks / seconds
         values = {
             "tps": tps,
             "tflops": tps * self.flops_per_token / 1e12,

@@ -1,14 +1,12 @@
 """The learning rate as a function of the step: warm-up, constant, decay.
 
-    decay = decay_of(config.lr_scheduler, 10_000, layout.tokens_until)
+    decay = decay_of(config.lr_scheduler, 10_000, layout.tokens)
     lr_factor(8001, config.lr_scheduler, decay) * config.optimizer.lr
 
 There is no state: a resumed run has the same learning rate at the same step.
 """
 
-import bisect
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 from titan_lite.config import LRScheduler
@@ -27,48 +25,33 @@ class Decay(NamedTuple):
         return self.begin + self.steps
 
 
-def decay_of(schedule: LRScheduler, steps: int, tokens_until: Callable[[int], int]) -> Decay:
+def decay_of(schedule: LRScheduler, steps: int, tokens: int) -> Decay:
     """Return the decay of a schedule in steps.
 
-    steps: of the run. tokens_until: (step) -> tokens of all steps up to it, over all ranks.
+    steps: of the run. tokens: of a step, over all ranks.
     """
     if schedule.decay_begin != "":
-        begin = _steps_of(schedule.decay_begin, steps, tokens_until)
+        begin = _steps_of(schedule.decay_begin, steps, tokens)
     elif schedule.decay_length == "":
         begin = schedule.warmup_steps
     else:
-        # the last so many tokens
-        length = _steps_of(schedule.decay_length, steps, tokens_until, until=steps)
+        length = _steps_of(schedule.decay_length, steps, tokens)
         begin = max(steps - length, schedule.warmup_steps)
         return Decay(begin, max(0, steps - begin))
     if schedule.decay_length == "":
         return Decay(begin, max(0, steps - begin))
-    return Decay(begin, _steps_of(schedule.decay_length, steps, tokens_until, after=begin))
+    return Decay(begin, _steps_of(schedule.decay_length, steps, tokens))
 
 
-def _steps_of(
-    amount: int | str,
-    steps: int,
-    tokens_until: Callable[[int], int],
-    *,
-    after: int = 0,
-    until: int | None = None,
-) -> int:
-    """Return the steps after `after`, or up to `until`, that have an amount.
-
-    amount: a number of steps, "20%" of `steps`, or "2B tokens", which are rounded up to steps.
+def _steps_of(amount: int | str, steps: int, tokens: int) -> int:
+    """Return an amount in steps: a number of them, "20%" of `steps`, or "2B tokens", which are
+    rounded up to steps of `tokens`.
     """
     if isinstance(amount, int):
         return amount
     if amount.endswith("%"):
         return round(float(amount.removesuffix("%")) / 100 * steps)
-    tokens = number_of_tokens(amount)
-    if until is not None:
-        most = max(0, tokens_until(until) - tokens)
-        return until - bisect.bisect_right(range(1, until + 1), most, key=tokens_until)
-    most = tokens_until(after) + tokens
-    # a step has one token or more
-    return bisect.bisect_left(range(after, after + tokens), most, key=tokens_until)
+    return -(-number_of_tokens(amount) // tokens)
 
 
 def lr_factor(step: int, schedule: LRScheduler, decay: Decay) -> float:

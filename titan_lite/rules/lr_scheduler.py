@@ -23,7 +23,7 @@ def decay_that_begins_has_a_length(config: Config) -> Iterator[Mistake]:
 @rule_of_layout
 def decay_comes_after_the_warm_up(config: Config, layout: Layout) -> Iterator[Mistake]:
     schedule = config.lr_scheduler
-    decay = decay_of(schedule, config.training.steps, layout.tokens_until)
+    decay = decay_of(schedule, config.training.steps, layout.tokens)
     if schedule.decay_begin != "" and decay.begin < schedule.warmup_steps:
         step = "" if isinstance(schedule.decay_begin, int) else f"is step {decay.begin}, which "
         yield Mistake(
@@ -38,7 +38,7 @@ def decay_comes_after_the_warm_up(config: Config, layout: Layout) -> Iterator[Mi
 def learning_rate_is_not_zero_before_the_end(config: Config, layout: Layout) -> Iterator[Mistake]:
     schedule = config.lr_scheduler
     steps = config.training.steps
-    decay = decay_of(schedule, steps, layout.tokens_until)
+    decay = decay_of(schedule, steps, layout.tokens)
     if decay.steps and decay.end < steps and not schedule.min_lr_factor:
         length = steps - decay.begin
         yield Mistake(

@@ -65,10 +65,8 @@ def phases_have_a_checkpoint_between_them(config: Config) -> Iterator[Mistake]:
 def a_decay_in_tokens_has_the_same_tokens_a_step_in_all_phases(config: Config) -> Iterator[Mistake]:
     if len(config.phases) == 1:
         return
-    batches = set()
-    for phase in config.phases:
-        training = phase.training
-        batches.add((training.seq_len, training.global_batch_size, training.global_batch_ramp))
+    trained = [phase.training for phase in config.phases]
+    batches = {(training.seq_len, training.global_batch_size) for training in trained}
     # -1: as many sequences as the ranks of a phase have
     if len(batches) == 1 and config.training.global_batch_size != -1:
         return

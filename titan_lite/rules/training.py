@@ -1,18 +1,12 @@
-"""Rules of [training]: the ramp of batches, and the chunks of the loss."""
+"""Rules of [training]: the chunks of the loss."""
 
 from collections.abc import Iterator
 
-from titan_lite.config import Config, batch_ramp
+from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
 from titan_lite.models.loss_chunk import MAX_CHUNKS
-from titan_lite.rules.mistakes import Mistake, rule_of_keys, rule_of_layout, told_by
+from titan_lite.rules.mistakes import Mistake, rule_of_layout
 from titan_lite.sharding import chunk_size
-
-
-@rule_of_keys
-def batches_of_the_ramp_are_in_order(config: Config) -> Iterator[Mistake]:
-    ramp = config.training.global_batch_ramp
-    yield from told_by("training.global_batch_ramp", batch_ramp, ramp)
 
 
 @rule_of_layout

@@ -74,7 +74,7 @@ TABLE = (
 def identity(*overrides, **facts):
     config = load_config(DEBUG, overrides)
     steps = config.training.steps
-    decay = decay_of(config.lr_scheduler, steps, lambda step: 2048 * step)
+    decay = decay_of(config.lr_scheduler, steps, 2048)
     known = {**FACTS, "total_steps": steps, "decay": decay._asdict(), **facts}
     return RunIdentity(recipe=config.model_dump(), **known)
 
@@ -172,10 +172,16 @@ def test_the_decay_of_an_older_run_is_known_by_the_keys_of_now(was, now):
     assert compared(step, now).changes == ()
 
 
-def test_a_removed_key_that_was_not_set_is_no_change():
+@pytest.mark.parametrize("key", ["compile.buckets", "training.global_batch_ramp"])
+def test_a_removed_key_is_told_if_it_was_set(key):
+    section, _, name = key.partition(".")
     was = saved()
-    was.identity.recipe["compile"]["buckets"] = []
+    was.identity.recipe[section][name] = []
     assert compared(was, saved().identity).changes == ()
+    was.identity.recipe[section][name] = ["64 until 1000"]
+    assert compared(was, saved().identity).describe() == [
+        f'changed: {key} is not set, was ["64 until 1000"]'
+    ]
 
 
 @pytest.mark.parametrize("key", ["optimizer.weight_decay", "lr_scheduler.warmup_steps"])

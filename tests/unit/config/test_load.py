@@ -17,7 +17,6 @@ from titan_lite.config import (
     Data,
     DataSource,
     Training,
-    batch_ramp,
     flatten,
     gradient_accumulation_steps,
     load_config,
@@ -820,36 +819,7 @@ def test_a_copy_with_other_values_has_the_keys_of_its_section():
 @pytest.mark.parametrize(("size", "ranks", "steps"), [(-1, 3, 1), (8, 2, 1), (24, 2, 3)])
 def test_gradient_accumulation_steps(size, ranks, steps):
     training = Training(local_batch_size=4, global_batch_size=size)
-    assert gradient_accumulation_steps(training, ranks) == [(steps, math.inf)]
-
-
-def test_a_ramp_is_the_batches_before_the_global_one():
-    ramp = ("16 until 10", "8 until 1000", "24 until 1001")
-    training = Training(local_batch_size=4, global_batch_size=32, global_batch_ramp=ramp)
-    assert batch_ramp(ramp) == [(16, 10), (8, 1000), (24, 1001)]
-    found = gradient_accumulation_steps(training, 2)
-    assert found == [(2, 10), (1, 1000), (3, 1001), (4, math.inf)]
-
-
-FORM = 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'
-
-
-@pytest.mark.parametrize(
-    ("entry", "told"),
-    [
-        ("64:1000", FORM),
-        ("0 until 1000", FORM),
-        ("64 until -1", FORM),
-        (
-            "8 until 10",
-            "does not come after step 20, where the entry before it ends; use a later step",
-        ),
-        ("9999996 until 30", "is too large; use at most 1048576 sequences"),
-    ],
-)
-def test_a_wrong_ramp_names_its_entry(entry, told):
-    arguments = ["--training.global_batch_ramp", f"8 until 20, {entry}"]
-    assert lines_of(SHIPPED[0], arguments) == [f'training.global_batch_ramp: "{entry}" {told}']
+    assert gradient_accumulation_steps(training, ranks) == steps
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from titan_lite.config import KEYS, ConfigError, load_config
-from titan_lite.config.nearest import OF_TORCHTITAN, RENAMED, nearest_key, nearest_section
+from titan_lite.config.nearest import GONE, OF_TORCHTITAN, RENAMED, nearest_key, nearest_section
 from titan_lite.config.sections import SECTIONS
 
 # What torchtitan's llama3_8b.toml had at the end of 2025, with float8
@@ -161,3 +161,9 @@ def test_a_section_as_other_programs_call_it_is_named():
 def test_a_key_of_an_earlier_version_gets_its_name_now(old, new):
     assert new in KEYS
     assert nearest_key(old) == f"; use {new}"
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_that_is_gone_is_answered_with_what_is_used_now(key):
+    assert key not in KEYS
+    assert nearest_key(key) == f"; {GONE[key]}"

@@ -14,7 +14,6 @@ tokenizer_path = "{DEBUG_TOKENIZER}"
 steps = 100
 seq_len = 32
 global_batch_size = 8
-global_batch_ramp = ["4 until 10"]
 [checkpoint]
 enable = true
 """
@@ -117,7 +116,7 @@ begin = "TOKENS tokens"
 training.mask_documents = true
 """.replace("TOKENS", "30000")
     config = load_config(recipe(tmp_path, phases))
-    assert phases_of(config)[2].begin == 92
+    assert phases_of(config)[2].begin == 89
     for step in (0, 60):
         save_recipe(phase_at(config, step), tmp_path / "run")
         again = load_config(tmp_path / "run/config.toml")
@@ -142,13 +141,13 @@ def test_a_phase_of_a_base_recipe_has_its_paths_and_may_be_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("begins", "expected"),
     [
-        # 4 x 32 tokens a step up to step 10, then 8 x 32; 8 x 64 in the second phase
-        (["1280 tokens", "1281 tokens"], [10, 11]),
-        ([20, "3840 tokens"], [20, 20]),
-        ([20, "3841 tokens"], [20, 21]),
-        ([20, "3.84K tokens"], None),
-        ([5, "0.00384M tokens"], [5, 14]),
-        (["0.01M tokens", 60], [45, 60]),
+        # 8 x 32 tokens a step; 8 x 64 in the second phase
+        (["2560 tokens", "2561 tokens"], [10, 11]),
+        ([20, "5120 tokens"], [20, 20]),
+        ([20, "5121 tokens"], [20, 21]),
+        ([20, "5.12K tokens"], None),
+        ([5, "0.00512M tokens"], [5, 13]),
+        (["0.01M tokens", 60], [40, 60]),
     ],
 )
 def test_a_beginning_in_tokens(tmp_path, begins, expected):
@@ -178,7 +177,7 @@ def test_a_beginning_in_tokens(tmp_path, begins, expected):
         ),
         (
             '[[phases]]\nbegin = "1B tokens"',
-            'phases[1].begin = "1B tokens": no step reaches it (step 3906255), since training',
+            'phases[1].begin = "1B tokens": no step reaches it (step 3906250), since training',
         ),
         ("[[phases]]\nbegin = -1", "phases[1].begin = -1: expected a number of steps, or tokens"),
         ('[[phases]]\nbegin = "60%"', 'phases[1].begin = "60%": expected a number of steps, or'),
@@ -224,7 +223,7 @@ def test_phases_need_checkpoints_and_tokens_a_batch(tmp_path):
         check_keys(off)
     path = recipe(tmp_path, phases.replace("60", '"1M tokens"'))
     with pytest.raises(ConfigError, match=r"needs training\.global_batch_size"):
-        load_config(path, ["--training.global_batch_size=-1", "--training.global_batch_ramp="])
+        load_config(path, ["--training.global_batch_size=-1"])
 
 
 def test_a_phase_changes_no_key_of_the_command_line(tmp_path):
@@ -243,8 +242,8 @@ def test_what_a_phase_restarts_may_be_accepted_in_it(tmp_path):
     ("option", "phase", "is_refused"),
     [
         ([], "training.seq_len = 64", True),
-        ([], "training.global_batch_size = 4\ntraining.global_batch_ramp = []", True),
-        (["--training.global_batch_size=-1", "--training.global_batch_ramp="], "", True),
+        ([], "training.global_batch_size = 4", True),
+        (["--training.global_batch_size=-1"], "", True),
         ([], "optimizer.lr = 1e-4", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Numbers of a recipe on a number of ranks: batches of each step, chunks of the loss, shapes."""
+"""Numbers of a recipe on a number of ranks: the batch of a step, chunks of the loss, shapes."""
 
 import math
 import subprocess
@@ -11,84 +11,26 @@ from tiny import DEBUG, RECIPES
 from titan_lite.config import ConfigError, load_config
 from titan_lite.distributed.layout import Layout, least_state_bytes
 from titan_lite.distributed.pipeline import keep_modules
-from titan_lite.metrics.start_lines import describe_ramp
 from titan_lite.models.fqns import parameters_within
 from titan_lite.models.shapes import parameter_shapes
 from titan_lite.models.transformer import Transformer
-
-RAMP = ["--training.global_batch_size=16", "--training.global_batch_ramp=4 until 3, 8 until 5"]
 
 
 def layout(*options, ranks=2):
     return Layout.from_config(load_config(DEBUG, options), ranks)
 
 
-def test_a_step_of_a_ramp_has_its_own_sequences():
-    found = layout(*RAMP)
-    assert [found.sequences_at(step) for step in range(1, 8)] == [4, 4, 4, 8, 8, 16, 16]
-    assert [found.accumulation_at(step) for step in range(1, 8)] == [1, 1, 1, 2, 2, 4, 4]
-    assert (found.sequences_per_step, found.max_sequences_per_step, found.tokens) == (
-        16,
-        16,
-        16 * 256,
-    )
-    assert [found.tokens_until(step) // 256 for step in (0, 1, 3, 4, 6, 100)] == [
-        0,
-        4,
-        12,
-        20,
-        44,
-        44 + 94 * 16,
-    ]
-    assert describe_ramp(found) == "4 sequences until step 3, 8 sequences until step 5"
-    # of two batches the larger one decides whether weights are gathered once a step
-    assert layout(
-        "--training.global_batch_size=4", "--training.global_batch_ramp=8 until 5"
-    ).gathers_once
-    assert (
-        layout(
-            "--training.global_batch_size=4", "--training.global_batch_ramp=8 until 5"
-        ).max_sequences_per_step
-        == 8
-    )
+def test_a_step_has_the_local_batches_of_its_sequences():
+    found = layout("--training.global_batch_size=16")
+    assert (found.accumulation, found.sequences_per_step, found.tokens) == (4, 16, 16 * 256)
 
 
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        (["--training.global_batch_size=10"], "training.global_batch_size = 10"),
-        (["--training.global_batch_ramp=10 until 5"], 'training.global_batch_ramp: "10 until 5"'),
-    ],
-)
-def test_a_batch_that_ranks_cannot_share_is_named_with_those_next_to_it(options, wrong):
+def test_a_batch_that_ranks_cannot_share_is_named_with_those_next_to_it():
     with pytest.raises(ConfigError) as error:
-        layout(*options)
+        layout("--training.global_batch_size=10")
     assert str(error.value) == (
-        f"{wrong} is not a multiple of training.local_batch_size x data-parallel degree ="
-        " 2 x 2 = 4; use 8 or 12"
-    )
-
-
-def test_without_a_ramp_all_steps_are_alike():
-    found = layout()
-    assert (
-        {found.sequences_at(step) for step in range(1, 100)}
-        == {found.sequences_per_step}
-        == {found.max_sequences_per_step}
-    )
-    assert found.tokens_until(100) == 100 * found.tokens
-    assert describe_ramp(found) == ""
-
-
-@pytest.mark.parametrize(("until", "step"), [(3, 2), (3, 3), (3, 4), (100, 7)])
-def test_tokens_until_a_step_are_those_of_its_steps(until, step):
-    found = layout(
-        "--training.global_batch_size=8",
-        f"--training.global_batch_ramp=4 until {until}, 12 until {until + 2}",
-    )
-    assert (
-        found.tokens_until(step)
-        == sum(found.sequences_at(each) for each in range(1, step + 1)) * found.seq_len
+        "training.global_batch_size = 10 is not a multiple of training.local_batch_size x"
+        " data-parallel degree = 2 x 2 = 4; use 8 or 12"
     )
 
 

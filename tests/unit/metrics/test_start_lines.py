@@ -199,8 +199,6 @@ def test_the_start_of_other_runs():
     ].endswith("attention by FA2 (training.attention_kernel)")
     line = "documents: attention stays within them, by a mask of 0.00 GiB (training.mask_documents)"
     assert line in said("--training.mask_documents")
-    lines = said("--training.global_batch_size=16", "--training.global_batch_ramp=4 until 1000")
-    assert lines[7] == "batch ramp: 4 sequences until step 1,000 (training.global_batch_ramp)"
     lines = said(
         "--parallelism.pipeline_parallel_degree=2",
         "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",

@@ -21,7 +21,6 @@ from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib,
 PLAIN = Metrics(enable_tensorboard=False)
 RECIPE = {
     "training.steps": 100,
-    "training.global_batch_ramp": ("64 until 50",),
     "optimizer.lr": 3e-4,
     "compile.components": ("model", "loss"),
     "job.description": "<b>&",
@@ -264,9 +263,8 @@ def test_tensorboard_has_the_recipe_as_text_and_as_hyperparameters(run):
     start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
     assert start.hparams["training.steps"].number_value == 100
     assert start.hparams["optimizer.lr"].number_value == 3e-4
-    assert start.hparams["training.global_batch_ramp"].string_value == '["64 until 50"]'
     # and not those that change nothing of what is learned
-    assert start.hparams.keys() == {"training.steps", "training.global_batch_ramp", "optimizer.lr"}
+    assert start.hparams.keys() == {"training.steps", "optimizer.lr"}
     assert [path.is_file() for path in (folder / "tb").iterdir()] == [
         True
     ]  # one run, and none beside it

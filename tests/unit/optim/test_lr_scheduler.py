@@ -19,7 +19,7 @@ from titan_lite.rules import check
 
 def factor_at(step, schedule, steps):
     """The factor in a run of so many steps, of 1,000 tokens each."""
-    return lr_factor(step, schedule, decay_of(schedule, steps, lambda until: 1000 * until))
+    return lr_factor(step, schedule, decay_of(schedule, steps, 1000))
 
 
 # of 100 steps: up to 10, stable to 81, down to 100, and zero would be step 101
@@ -135,7 +135,7 @@ def test_every_schedule_rises_to_the_peak_and_then_falls_to_its_floor(config, to
     assert warmup == sorted(warmup)
     assert all(config.min_lr_factor <= factor <= 1 for factor in rest)
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rest))
-    if rest and decay_of(config, total_steps, lambda step: step).steps:
+    if rest and decay_of(config, total_steps, 1).steps:
         assert math.isclose(
             factor_at(total_steps + 1, config, total_steps), config.min_lr_factor, abs_tol=1e-12
         )
@@ -159,7 +159,7 @@ def transformers_schedule(config, total_steps):
     """Return torch's LambdaLR as transformers makes it, for a decay that ends one step later."""
     transformers = pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    decay_steps = decay_of(config, total_steps, lambda until: until).steps
+    decay_steps = decay_of(config, total_steps, 1).steps
     return transformers.get_wsd_schedule(
         optimizer,
         num_warmup_steps=config.warmup_steps,
@@ -216,18 +216,7 @@ def test_from_the_peak_on_each_step_has_the_learning_rate_of_transformers(
 )
 def test_a_decay_is_given_in_steps_tokens_or_a_share(begin, length, decay):
     schedule = LRScheduler(warmup_steps=200, decay_begin=begin, decay_length=length)
-    assert decay_of(schedule, 1000, lambda step: 1000 * step) == decay
-
-
-def test_tokens_are_counted_over_a_ramp_of_batches():
-    config = load_config(
-        DEBUG,
-        ["--training.global_batch_ramp=4 until 20", "--lr_scheduler.decay_begin=40960 tokens"],
-    )
-    layout = Layout.from_config(config, 2)  # 256 tokens a sequence; then 8 sequences
-    decay = decay_of(config.lr_scheduler, config.training.steps, layout.tokens_until)
-    assert layout.tokens_until(decay.begin) == 40_960
-    assert decay == Decay(30, 50)
+    assert decay_of(schedule, 1000, 1000) == decay
 
 
 def test_begin_and_length_in_steps_do_not_depend_on_the_end_of_the_run():

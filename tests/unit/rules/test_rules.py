@@ -55,7 +55,6 @@ def test_mistakes_of_all_kinds_are_told_at_once(tmp_path):
         f"--job.dump_folder={tmp_path}/file",
         f"--data.sources=[{{dataset='local', path='{tmp_path}/a'}}, {{dataset='local', path='b'}}]",
         f"--model.tokenizer_path={tmp_path}/none.model",
-        "--training.global_batch_ramp=8:10",
         "--metrics.enable_wandb",
     )
     assert [line.partition(" ")[0] for line in lines] == [
@@ -63,7 +62,6 @@ def test_mistakes_of_all_kinds_are_told_at_once(tmp_path):
         "unknown",
         "job.dump_folder",
         "model.tokenizer_path",
-        "training.global_batch_ramp:",
         "parallelism.tensor_parallel_degree",
         "checkpoint.must_resume",
         "data.sources[1].path",

@@ -2,7 +2,7 @@
 
     apply_balance(model, "step", mesh)                          # on the meta device
     balance = ExpertBalance(model.stages, layout.model, ExpertsKeys.of(config), mesh, device)
-    balance.begin_step(step, layout.tokens_at(step))
+    balance.begin_step(step, layout.tokens)
     ...                                     # forward and backward: routers report to LOADS
     balance.before_update(skip)             # skip: a scalar; if it is 1, the step does not count
     balance.metrics(steps, folder)          # of the steps since the last call

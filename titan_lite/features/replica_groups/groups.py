@@ -483,7 +483,7 @@ class SeveralGroups(OneGroup):
         """Return the local batches of this step that are of this group."""
         trainer = self.trainer
         self.began = time.perf_counter()
-        local_batches = trainer.layout.accumulation_at(trainer.step)
+        local_batches = trainer.layout.accumulation
         share = self.quorum.share(local_batches)
         batches = []
         for index in range(local_batches):

@@ -295,7 +295,7 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     elif options.sweep:
         lines = sweep_lines(subject, options.sweep, options.full)
     elif options.compare:
-        lines = comparison_lines(subject, options.compare, windows, options.full)
+        lines = comparison_lines(subject, windows, options.full)
     elif len(config.phases) > 1:
         lines = phase_lines(subject, options)
     else:
@@ -320,11 +320,6 @@ def as_one_world(config: Config, world_size: int) -> list[str]:
     if config.training.global_batch_size != -1:
         sequences = layout.shared_evenly(layout.sequences_per_step)
         options.append(option("training.global_batch_size", str(sequences)))
-    ramp = [
-        f"{layout.shared_evenly(layout.sequences_at(last))} until {last}" for _, last in layout.ramp
-    ]
-    if ramp:
-        options.append(option("training.global_batch_ramp", ",".join(ramp)))
     return options
 
 
@@ -413,16 +408,11 @@ def stopped_after(rows: "Sequence[Row]") -> str:
     return f"stopped after {planned} plans"
 
 
-def comparison_lines(
-    subject: Subject, run_folder: Path, windows: "list[Window]", full: bool
-) -> list[str]:
-    from titan_lite.tools.plan.compare import after_ramp, describe_comparison
+def comparison_lines(subject: Subject, windows: "list[Window]", full: bool) -> list[str]:
+    from titan_lite.tools.plan.compare import describe_comparison
     from titan_lite.tools.plan.plan import make_plan
 
-    layout = subject.lay_out({})
-    if layout.ramp:
-        windows = after_ramp(windows, layout.ramp[-1][1], run_folder)
-    plan = make_plan(layout, subject.machine, full)
+    plan = make_plan(subject.lay_out({}), subject.machine, full)
     return describe_comparison(plan, windows)
 
 

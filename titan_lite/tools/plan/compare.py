@@ -46,24 +46,11 @@ def read_windows(folder: Path, config: Config) -> list[Window]:
                 f"{written}: its run had {key} = {of_run[key]!r}, and this recipe has {value!r};"
                 f" use the run's own, {recipe}"
             )
-    return _not_empty(timed_windows(metrics), written)
-
-
-def after_ramp(windows: Sequence[Window], last: int, folder: Path) -> list[Window]:
-    """Return the windows that begin once step `last` is done, the last one of
-    training.global_batch_ramp.
-
-    Raises ConfigError if there are none.
-    """
-    left = [window for window in windows if window.begins_after >= last]
-    return _not_empty(left, f"--compare {folder}", " or before the end of global_batch_ramp")
-
-
-def _not_empty(windows: list[Window], written: str, ramp: str = "") -> list[Window]:
+    windows = timed_windows(metrics)
     if not windows:
         raise ConfigError(
             f"{written}: no step to compare: all were in the first window (metrics.log_freq) after"
-            f" the last start, in which code is compiled{ramp}; use a run with more steps"
+            " the last start, in which code is compiled; use a run with more steps"
         )
     return windows
 

@@ -13,7 +13,7 @@ from titan_lite.config.sections import Phase
 from titan_lite.cost.machine import GIB
 from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.feature import features_of
-from titan_lite.metrics.start_lines import counted, describe_ramp
+from titan_lite.metrics.start_lines import counted
 from titan_lite.models.shapes import shape_words
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.rank_bytes import owner_costs
@@ -103,10 +103,6 @@ def recipe_lines(plan: Plan) -> list[str]:
             f" {load}{split}: {layout.parameters:,} parameters,"
             f" {layout.active_parameters:,} of them for a token"
         )
-    if layout.ramp:
-        lines.append(
-            f"planned for the end of the ramp: {describe_ramp(layout)} (training.global_batch_ramp)"
-        )
     return lines
 
 
@@ -141,7 +137,7 @@ def budget_lines(plan: Plan, budget: Budget) -> list[str]:
     """Return lines on the time, the GPU-hours and the price of a training."""
     layout = plan.layout
     steps = layout.config.training.steps
-    tokens = budget.tokens or layout.tokens_until(steps)
+    tokens = budget.tokens or steps * layout.tokens
     words = f"{tokens:.3g} tokens" + ("" if budget.tokens else f" ({steps:,} steps)")
     durations = [tokens / layout.tokens * step.seconds for step in (plan.fast, plan.slow)]
 
@@ -193,13 +189,12 @@ class PlannedPhase(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        layout = self.plan.layout
-        return layout.tokens_until(self.phase.end) - layout.tokens_until(self.phase.begin)
+        return (self.phase.end - self.phase.begin) * self.plan.layout.tokens
 
     @property
     def seconds(self) -> list[float]:
         """The shortest and the longest time of the phase, without stops."""
-        steps = self.tokens / self.plan.layout.tokens
+        steps = self.phase.end - self.phase.begin
         return [steps * times.seconds for times in (self.plan.fast, self.plan.slow)]
 
 
@@ -324,7 +319,6 @@ def as_json(plan: Plan) -> str:
         "machine": plan.machine.name,
         "tokens_per_step": layout.tokens,
         "microbatches": layout.microbatches,
-        "ramp": describe_ramp(layout),
         "step_seconds": each(lambda step: step.seconds),
         "tokens_per_second": each(plan.tokens_per_second),
         "model_flops": each(plan.model_flops),

@@ -206,9 +206,7 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
     traced = config.replace(
         parallelism=config.parallelism.replace(**pipeline_defaults),
-        training=config.training.replace(
-            local_batch_size=1, global_batch_size=-1, global_batch_ramp=()
-        ),
+        training=config.training.replace(local_batch_size=1, global_batch_size=-1),
     )
     return (
         layout.model,

@@ -160,7 +160,7 @@ class ChoicesOfRank:
         layout = trainer.layout
         self.first = trainer.dp_rank
         self.stride = trainer.dp_degree
-        self.shape = (layout.sequences_at(1), layout.seq_len)
+        self.shape = (layout.sequences_per_step, layout.seq_len)
         positions = torch.tensor(trainer.model.stages[0].model.positions)
         self.positions = positions.chunk(layout.degrees["tp"])[trainer.mesh["tp"].get_local_rank()]
 

@@ -183,7 +183,6 @@ def _training(config: Config, layout: Degrees, steps: int) -> Training:
     return config.training.replace(
         local_batch_size=local,
         global_batch_size=math.ceil(SEQUENCES / (local * dp)) * local * dp,
-        global_batch_ramp=(),
         seq_len=SEQ_LEN,
         steps=steps,
         # three chunks, the last one smaller

@@ -51,7 +51,6 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
             seq_len=model.max_seq_len,
             local_batch_size=batch,
             global_batch_size=-1,
-            global_batch_ramp=(),
             loss_chunk_tokens=loss_chunk(real, model.max_seq_len, batch),
             attention_kernel="auto",
         ),

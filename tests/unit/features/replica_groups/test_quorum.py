@@ -14,7 +14,7 @@ from titan_lite.features.replica_groups.quorum import Quorum, buckets_of
     [
         (8, 2, [range(4), range(4, 8)]),
         (8, 3, [range(2), range(2, 5), range(5, 8)]),
-        (1, 2, [range(0), range(1)]),  # the ramp of a batch may begin with fewer than groups
+        (1, 2, [range(0), range(1)]),  # a batch may have fewer than there are groups
         (5, 1, [range(5)]),
     ],
 )

@@ -177,7 +177,6 @@ def test_one_screen_says_ranges_memory_and_whether_it_fits():
     assert (
         "\n  plans of 3 published runs (8B, inductor, bfloat16, H100 at 500 W) were 1.20 to" in text
     )
-    assert "ramp" not in text
 
 
 def test_a_budget_has_a_price_and_the_time_that_failures_cost():
@@ -186,24 +185,6 @@ def test_a_budget_has_a_price_and_the_time_that_failures_cost():
     assert f"1e+12 tokens: 36.8 to 53 days, {hours}, without stops" in text
     hours = "17,661 to 25,431 GPU-hours, 44,152 to 63,578 at 2.5 a GPU-hour"
     assert f"80.0% of the time counts (checkpoint.interval = 500): 46 to 66.2 days, {hours}" in text
-
-
-def test_of_a_ramp_the_last_batch_is_priced_and_all_tokens_are_counted():
-    plan = planned()
-    text = "\n".join(
-        describe(
-            dataclasses.replace(
-                plan, layout=dataclasses.replace(plan.layout, accumulation=4, ramp=((1, 400),))
-            )
-        )
-    )
-    batch = 2 * plan.layout.dp_degree
-    assert f"batch: {4 * batch} sequences" in text
-    assert (
-        f"planned for the end of the ramp: {batch} sequences until step 400"
-        " (training.global_batch_ramp)" in text
-    )
-    assert f"{8192 * batch * (400 + 4 * 600):.3g} tokens (1,000 steps)" in text
 
 
 def test_what_was_planned_until_ctrl_c_is_there(monkeypatch, capsys):

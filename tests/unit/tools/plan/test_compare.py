@@ -59,16 +59,6 @@ def test_the_number_of_ranks_is_that_of_the_tokens(run):
     assert ranks_of(read_windows(run, config)) == 2
 
 
-def test_windows_with_smaller_batches_do_not_count(run, capsys):
-    ramp = ["--training.global_batch_ramp=4 until 3"]
-    config = load_config(DEBUG, [*SHORT, *ramp])
-    (run / "config.toml").write_text(to_toml(config))
-    assert main([str(DEBUG), *SHORT, *ramp, "--compare", str(run)]) == 2
-    assert (
-        "before the end of global_batch_ramp; use a run with more steps" in capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [

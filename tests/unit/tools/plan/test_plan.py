@@ -142,12 +142,11 @@ def test_groups_that_may_be_lost_are_planned_as_one_world(capsys):
 def test_groups_that_share_local_batches_unevenly_are_planned_by_the_busiest_one():
     """Three groups of two ranks have four local batches: one of them takes two."""
     keys = ["--fault_tolerance.replica_groups=3", "--training.local_batch_size=1"]
-    batches = ["--training.global_batch_size=8", "--training.global_batch_ramp=2 until 10"]
-    config = load_config("debug_model", [*keys, *batches])
+    keys.append("--training.global_batch_size=8")
+    config = load_config("debug_model", keys)
     options = as_one_world(config, 6)
-    planned = Layout.from_config(load_config("debug_model", [*keys, *batches, *options]), 6)
+    planned = Layout.from_config(load_config("debug_model", [*keys, *options]), 6)
     assert planned.sequences_per_step == 12
-    assert planned.ramp == ((1, 10),)
     note = note_on_groups(config, 6)
     assert "a step of the run has 8 sequences, which 3 groups cannot share evenly" in note
     assert note.endswith("are 67% of the planned ones")
