@@ -267,12 +267,9 @@ class Repeat(NamedTuple):
 class StepPart:
     """A feature's part in every training step. Override what it needs."""
 
-    def begin_step(self, step: int, tokens: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Before the first forward of a step, and again before one that repeats or replaces it:
-        `before_update` may be missing between.
-
-        step: the first one is 1. tokens: positions of this step over all ranks and replica groups,
-        ignored labels included (Layout.tokens); losses are divided by fewer.
+        `before_update` may be missing between. step: the first one is 1.
         """
 
     def repeat(self) -> Repeat | None:

@@ -577,7 +577,7 @@ class Trainer:
 
     def begin_step_parts(self) -> None:
         for part in self.step_parts:
-            part.begin_step(self.step, self.layout.tokens)
+            part.begin_step(self.step)
 
     def repeat_step(
         self, repeat: Repeat, batches: Sequence[DeviceBatch], tokens: Tensor

@@ -1,8 +1,8 @@
 """Keep the experts of an MoE model equally loaded, by the same numbers on every layout.
 
     apply_balance(model, "step", mesh)                          # on the meta device
-    balance = ExpertBalance(model.stages, layout.model, ExpertsKeys.of(config), mesh, device)
-    balance.begin_step(step, layout.tokens)
+    balance = ExpertBalance(model.stages, layout, ExpertsKeys.of(config), mesh, device)
+    balance.begin_step(step)
     ...                                     # forward and backward: routers report to LOADS
     balance.before_update(skip)             # skip: a scalar; if it is 1, the step does not count
     balance.metrics(steps, folder)          # of the steps since the last call
@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.config.families import ModelConfig
+from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import sum_over_positions
 from titan_lite.distributed.stage import Stage
 from titan_lite.feature import StepPart
@@ -88,36 +88,33 @@ class ExpertBalance(StepPart):
     def __init__(
         self,
         stages: Sequence[Stage],
-        model: ModelConfig,
+        layout: Layout,
         settings: ExpertsKeys,
         mesh: DeviceMesh,
         device: torch.device,
     ):
-        self.n_experts = model.n_experts
-        self.experts_per_token = model.experts_per_token
+        """layout: its tokens are all positions of a step, of all replica groups, ignored labels
+        included; losses are divided by fewer.
+        """
+        self.n_experts = layout.model.n_experts
+        self.experts_per_token = layout.model.experts_per_token
         self.settings = settings
         self.mesh = mesh
-        self.tokens = 0  # of the step, over all ranks
         self.routers: dict[int, Router] = {}  # of this rank, by layer
         columns = 2 * self.n_experts + 1
-        self.own = torch.zeros(model.n_layers, columns, dtype=torch.float64, device=device)
+        self.own = torch.zeros(layout.model.n_layers, columns, dtype=torch.float64, device=device)
         self.window = torch.zeros_like(self.own)
         self.history = BalanceHistory()
+        scale = settings.balance_coefficient * self.n_experts / layout.tokens
         for stage in stages:
             for fqn, router in routers_of(stage.model).items():
                 layer = int(fqn.split(".")[1])
                 self.routers[layer] = router
                 LOADS[fqn] = _RouterLoad(self.own[layer])
+                router.balance_scale.fill_(scale)
 
-    @torch.no_grad()
-    def begin_step(self, step: int, tokens: int) -> None:
+    def begin_step(self, step: int) -> None:
         self.own.zero_()  # of what ran outside of a step
-        if tokens == self.tokens:
-            return
-        self.tokens = tokens
-        for router in self.routers.values():
-            scale = self.settings.balance_coefficient * self.n_experts / tokens
-            router.balance_scale.fill_(scale)
 
     def counts(self) -> list[Tensor]:
         return [self.own]

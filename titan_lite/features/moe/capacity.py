@@ -1,7 +1,7 @@
 """Give experts room for as many rows as the recipe says, and for all in a step that needs more.
 
     capacity = ExpertCapacity(model.stages, 1.5, device, recomputes=True)
-    capacity.begin_step(step, tokens)
+    capacity.begin_step(step)
     losses = model.forward_backward(batches, tokens)
     if repeat := capacity.repeat():             # a collective, for which the host waits
         ...                                     # drop gradients and counts of the step
@@ -55,7 +55,7 @@ class ExpertCapacity(StepPart):
         self.needed = torch.zeros(len(fqns) + 1, dtype=torch.float64, device=device)
         ROOM_NEEDED.update(zip(fqns, self.needed[1:], strict=True))
 
-    def begin_step(self, step: int, tokens: int) -> None:
+    def begin_step(self, step: int) -> None:
         self.needed.zero_()
 
     def repeat(self) -> Repeat | None:

@@ -68,7 +68,7 @@ class MoEFeature(Feature):
 
         keys = ExpertsKeys.of(model.config)
         parts: list[StepPart] = [
-            ExpertBalance(model.stages, model.layout.model, keys, model.mesh, model.device)
+            ExpertBalance(model.stages, model.layout, keys, model.mesh, model.device)
         ]
         if keys.capacity_factor:
             recomputes = recomputes_in_repeats(model.config)

@@ -1,6 +1,7 @@
 """What a router keeps from step to step: the shares or the bias of steps that counted, and loads."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ def one_process(monkeypatch):
     sinks.close()
 
 
-def balance_of(model, **settings):
+def balance_of(model, tokens=64, **settings):
+    """tokens: of a step."""
     stage = Stage(model, sharding=None)
-    return ExpertBalance([stage], model.config, ExpertsKeys(**settings), None, torch.device("cpu"))
+    layout = SimpleNamespace(model=model.config, tokens=tokens)
+    return ExpertBalance([stage], layout, ExpertsKeys(**settings), None, torch.device("cpu"))
 
 
 def model():
@@ -131,11 +134,9 @@ def test_experts_without_a_token_are_named():
 
 def test_the_scale_is_that_of_the_steps_tokens():
     m = model()
-    balance = balance_of(m, balance_coefficient=0.5)
-    for tokens in (64, 64, 128):
-        balance.begin_step(1, tokens)
-        for router in routers_of(m).values():
-            assert router.balance_scale.item() == pytest.approx(0.5 * 5 / tokens)
+    balance_of(m, tokens=128, balance_coefficient=0.5)
+    for router in routers_of(m).values():
+        assert router.balance_scale.item() == pytest.approx(0.5 * 5 / 128)
 
 
 # A term that falls while loads get worse
