@@ -261,10 +261,8 @@ def start_tensorboard(
         f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
     ]
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
-    chosen = {  # lists are not admitted as values
-        key: json.dumps(value) if isinstance(value, list) else value
-        for key, value in recipe.items()
-        if key.partition(".")[0] in HYPERPARAMETERS
+    chosen = {
+        key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS
     }
     metrics = {"loss": 0.0, "validation_loss": 0.0}
     for summary in hparams(chosen, metrics):  # SummaryWriter.add_hparams would start a new run
