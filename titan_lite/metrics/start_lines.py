@@ -1,21 +1,18 @@
-"""Describe a recipe on its layout: the lines at a run's start, a picture of the mesh.
+"""Describe a recipe on its layout: the lines at a run's start.
 
     for line in start_lines(config, layout, device, priced=True, tokens_known=2048): ...
 
 A function for each line, in the order in which a run shows them.
 """
 
-import itertools
-import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from titan_lite import __version__
 from titan_lite.config import Config
-from titan_lite.distributed.axes import AXIS_NAMES
 from titan_lite.distributed.layout import Layout, least_batch_bytes, least_state_bytes
 from titan_lite.feature import features_of
 from titan_lite.models.attention import fits_flash, masks_by_kernel
@@ -26,12 +23,6 @@ from titan_lite.sharding import chunk_size
 GIB = 2**30
 # A vocabulary is rounded up for the hardware, by a few percent; above this ratio it is a mistake.
 MAX_ROWS_PER_TOKEN = 1.25
-
-# Limits of the picture of a mesh; beyond them the middle is left out.
-MAX_ROWS = 4
-MAX_BOXES = 4
-MAX_RANKS_IN_BOX = 4
-MAX_RANKS_IN_ONLY_BOX = 16
 
 
 def start_lines(
@@ -53,7 +44,6 @@ def start_lines(
         lines.append(config.job.description)
     lines.append(model_line(config, layout))
     lines.append(layout_line(layout, device))
-    lines += mesh_picture(layout.degrees, stages_of_ranks(layout))
     lines.append(batch_line(layout))
     lines += sources
     lines.append(tokenizer_line(config))
@@ -145,15 +135,6 @@ def describe_layout(layout: Layout) -> str:
     return f"{counted(layout.world_size, 'rank')}{product}{experts}"
 
 
-def stages_of_ranks(layout: Layout) -> list[str]:
-    """Return the modules of each pipeline rank, its stages apart."""
-    pipeline = layout.pipeline
-    return [
-        "; ".join(short_names(pipeline.modules[stage]) for stage in pipeline.stages_of(rank))
-        for rank in range(layout.degrees["pp"])
-    ]
-
-
 def batch_line(layout: Layout) -> str:
     local_batches = counted(layout.accumulation, "local batch", "local batches")
     gathered = ""
@@ -201,11 +182,16 @@ def attention_within_documents(config: Config, layout: Layout, device: torch.dev
 
 def pipeline_line(config: Config, layout: Layout) -> str:
     pipeline = layout.pipeline
-    return (
-        f"pipeline: {len(pipeline.modules)} stages,"
-        f" {config.parallelism.pipeline_parallel_schedule}, {pipeline.microbatches} microbatches of"
-        f" {layout.microbatch_size}"
+    schedule = config.parallelism.pipeline_parallel_schedule
+    line = (
+        f"pipeline: {len(pipeline.modules)} stages, {schedule}, {pipeline.microbatches}"
+        f" microbatches of {layout.microbatch_size}"
     )
+    degree = layout.degrees["pp"]
+    for place in range(degree):
+        stages = ", ".join(map(str, pipeline.stages_of(place)))
+        line += f"; stage {stages} from rank {place * layout.world_size // degree} on"
+    return line
 
 
 def memory_line(config: Config, layout: Layout) -> str:
@@ -245,110 +231,3 @@ def learning_rate_lines(config: Config, layout: Layout) -> list[str]:
         f" {100 * steps / schedule.warmup_steps:.0f}% of optimizer.lr; use"
         f" warmup_steps = {max(1, steps // 10)} unless the run is resumed later"
     ]
-
-
-Coordinate = dict[str, int]  # along some axes of the mesh
-
-
-def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[str]:
-    """Draw the ranks of a mesh in boxes, with a note for each rank along pp.
-
-    Returns no lines for a single rank.
-
-           dp_shard 0  dp_shard 1
-          +-----------+-----------+
-    pp 0  |   0   1   |   2   3   |  tok_embeddings, layers 0-2
-    pp 1  |   4   5   |   6   7   |  layers 3-5, norm, output
-          +-----------+-----------+  numbers are ranks; rows: pp (pipeline), boxes: dp_shard (FSDP)
-    """
-    active = [axis for axis, degree in degrees.items() if degree > 1]
-    if not active:
-        return []
-    # The innermost axis is within a box, the one around it goes over boxes, the rest over rows.
-    innermost = [axis for axis in active if axis != "pp"][-2:]
-    inside = innermost[-1:]
-    across = innermost[:-1]
-    down = [axis for axis in active if axis not in innermost]
-    rows = coordinates(degrees, down, MAX_ROWS)
-    boxes = coordinates(degrees, across, MAX_BOXES)
-    in_box = MAX_RANKS_IN_BOX if across or down else MAX_RANKS_IN_ONLY_BOX
-    columns = coordinates(degrees, inside, in_box)
-
-    digits = len(str(math.prod(degrees.values()) - 1))
-    cells = [
-        [
-            " ".join(rank_at(degrees, row, box, column).rjust(digits) for column in columns)
-            for box in boxes
-        ]
-        for row in rows
-    ]
-    in_line = [cell for line in cells for cell in line]
-    width = max(len(text) for text in [*in_line, *map(coordinate_name, boxes)])
-    margin = max(len(coordinate_name(row)) for row in rows)
-    border = f"  {'':{margin}}  +{'+'.join('-' * (width + 2) for _ in boxes)}+"
-
-    lines = []
-    if across:
-        names = " ".join(coordinate_name(box).center(width + 2) for box in boxes)
-        lines.append(f"  {'':{margin}}   {names}".rstrip())
-    lines.append(border)
-    for row, line in zip(rows, cells, strict=True):
-        note = notes[row["pp"]] if notes and row and "pp" in row else ""
-        drawn = "|".join(f" {cell.center(width)} " for cell in line)
-        lines.append(f"  {coordinate_name(row):{margin}}  |{drawn}|  {note}".rstrip())
-    axes_of = {"rows": down, "boxes": across, "columns in a box" if across else "columns": inside}
-    legend = ", ".join(
-        f"{part}: {', '.join(f'{axis} ({AXIS_NAMES[axis]})' for axis in axes)}"
-        for part, axes in axes_of.items()
-        if axes
-    )
-    lines.append(f"{border}  numbers are ranks; {legend}")
-    return lines
-
-
-def coordinates(
-    degrees: Mapping[str, int], axes: Sequence[str], limit: int
-) -> list[Coordinate | None]:
-    """Return the coordinates along `axes`; None stands for those that are left out."""
-    indices = itertools.product(*(range(degrees[axis]) for axis in axes))
-    every = [dict(zip(axes, index, strict=True)) for index in indices]
-    if len(every) <= limit:
-        return list(every)
-    return [*every[: limit - 2], None, every[-1]]
-
-
-def coordinate_name(coordinate: Coordinate | None) -> str:
-    if coordinate is None:
-        return "..."
-    return ", ".join(f"{axis} {index}" for axis, index in coordinate.items())
-
-
-def rank_at(degrees: Mapping[str, int], *parts: Coordinate | None) -> str:
-    """Return the rank at a coordinate that is given in parts; ".." for one that is left out."""
-    coordinate: Coordinate = {}
-    for part in parts:
-        if part is None:
-            return ".."
-        coordinate |= part
-    rank = 0
-    for axis, degree in degrees.items():  # the last axis is the fastest
-        rank = rank * degree + coordinate.get(axis, 0)
-    return str(rank)
-
-
-def short_names(modules: Sequence[str]) -> str:
-    """("tok_embeddings", "layers.0", "layers.1") -> tok_embeddings, layers 0-1"""
-    words: list[str] = []
-    layers: list[int] = []
-    for name in (*modules, ""):
-        if name.startswith("layers."):
-            layers.append(int(name.removeprefix("layers.")))
-            continue
-        if len(layers) == 1:
-            words.append(f"layer {layers[0]}")
-        elif layers:
-            words.append(f"layers {layers[0]}-{layers[-1]}")
-        layers = []
-        if name:
-            words.append(name)
-    return ", ".join(words)

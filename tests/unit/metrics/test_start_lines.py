@@ -1,4 +1,4 @@
-"""The lines at a run's start, and the picture of its mesh."""
+"""The lines at a run's start."""
 
 import pytest
 import torch
@@ -6,59 +6,7 @@ from tiny import DEBUG, ROOT
 
 from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
-from titan_lite.metrics.start_lines import (
-    describe_layout,
-    mesh_picture,
-    short_names,
-    start_lines,
-)
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-
-def degrees(**sizes):
-    return {axis: sizes.get(axis, 1) for axis in AXES}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "picture"),
-    [
-        ({}, []),
-        (
-            dict(dp_shard=2),
-            [
-                "    +-----+",
-                "    | 0 1 |",
-                "    +-----+  numbers are ranks; columns: dp_shard (FSDP)",
-            ],
-        ),
-        (
-            dict(pp=2),
-            [
-                "        +---+",
-                "  pp 0  | 0 |  layers 0-2",
-                "  pp 1  | 1 |  layers 3-5",
-                "        +---+  numbers are ranks; rows: pp (pipeline)",
-            ],
-        ),
-        (
-            dict(pp=2, dp_shard=2, tp=2),
-            [
-                "          dp_shard 0   dp_shard 1",
-                "        +------------+------------+",
-                "  pp 0  |    0 1     |    2 3     |  layers 0-2",
-                "  pp 1  |    4 5     |    6 7     |  layers 3-5",
-                (
-                    "        +------------+------------+  numbers are ranks; rows: pp (pipeline),"
-                    " boxes: dp_shard (FSDP), columns in a box: tp (tensor parallelism)"
-                ),
-            ],
-        ),
-    ],
-    ids=["one rank", "one axis", "pipeline", "three axes"],
-)
-def test_the_picture_of_a_mesh(sizes, picture):
-    assert mesh_picture(degrees(**sizes), ["layers 0-2", "layers 3-5"]) == picture
+from titan_lite.metrics.start_lines import describe_layout, start_lines
 
 
 @pytest.mark.parametrize(
@@ -88,41 +36,6 @@ def test_a_warm_up_that_is_longer_than_the_run_is_told(options, is_told):
     assert all(words in line for line in told)
 
 
-def test_of_many_ranks_the_middle_is_left_out():
-    found = mesh_picture(degrees(dp_replicate=2, dp_shard=64, cp=2, tp=8))
-    rows = [line.split("|")[:3] for line in found[2:-1]]
-    assert [[" ".join(part.split()) for part in row] for row in rows] == [
-        ["dp_replicate 0, dp_shard 0", "0 1 .. 7", "8 9 .. 15"],
-        ["dp_replicate 0, dp_shard 1", "16 17 .. 23", "24 25 .. 31"],
-        ["...", ".. .. .. ..", ".. .. .. .."],
-        ["dp_replicate 1, dp_shard 63", "2032 2033 .. 2039", "2040 2041 .. 2047"],
-    ]
-    assert len({len(line) for line in (found[1], *(line for line in found[2:-1]))}) == 1
-    assert mesh_picture(degrees(dp_shard=512))[1].split()[1:-1] == [
-        *map(str, range(14)),
-        "..",
-        "511",
-    ]
-
-
-def test_ranks_stand_where_the_mesh_has_them():
-    sizes = degrees(pp=2, dp_shard=2, tp=2)
-    ranks = torch.arange(8).view(*sizes.values())
-    lines = [line for line in mesh_picture(sizes) if line.startswith("  pp ")]
-    for pipeline, line in enumerate(lines):
-        boxes = [[int(rank) for rank in box.split()] for box in line.split("|")[1:3]]
-        assert boxes == ranks[pipeline, 0, :, 0, :].tolist()
-
-
-def test_short_names():
-    assert (
-        short_names(("tok_embeddings", "layers.0", "layers.1", "layers.2"))
-        == "tok_embeddings, layers 0-2"
-    )
-    assert short_names(("layers.3", "norm", "output")) == "layer 3, norm, output"
-    assert short_names(()) == ""
-
-
 def said(*overrides, ranks=2):
     config = load_config(DEBUG, overrides)
     return start_lines(
@@ -146,19 +59,18 @@ def test_the_start_says_what_will_run(monkeypatch):
         lines[2]
         == f"layout: 2 ranks = dp_shard 2, each one CPU, {threads} thread{'s' * (threads > 1)}"
     )
-    assert lines[3:6] == mesh_picture(degrees(dp_shard=2))
     assert (
-        lines[6]
+        lines[3]
         == "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank;"
         " weights gathered once a step (parallelism.fsdp_communication)"
     )
-    assert lines[7] == "tokenizer: assets/tokenizer/debug.model"
-    assert lines[8] == (  # 5,770,496 parameters of 16 bytes on two ranks, and of 8 bytes unsharded
+    assert lines[4] == "tokenizer: assets/tokenizer/debug.model"
+    assert lines[5] == (  # 5,770,496 parameters of 16 bytes on two ranks, and of 8 bytes unsharded
         "memory: at least 0.04 GiB a rank for parameters, gradients and optimizer state, 0.04 GiB"
         " for unsharded weights and gradients, held for the step; at least 0.01 GiB for a"
         " local batch and its activations"
     )
-    assert lines[9:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
+    assert lines[6:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
 
 
 def test_the_start_says_that_a_vocabulary_is_far_larger_than_the_tokenizers():
@@ -203,11 +115,10 @@ def test_the_start_of_other_runs():
         "--parallelism.pipeline_parallel_degree=2",
         "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
     )
-    assert lines[4:6] == [
-        "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",
-        "  pp 1  | 1 |  layers 1-2; layer 5, norm, output",
-    ]
-    assert lines[9] == "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1"
+    assert lines[5] == (
+        "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; stage 0, 2 from rank 0 on;"
+        " stage 1, 3 from rank 1 on"
+    )
 
 
 def test_the_layout_names_the_ranks_of_experts():
