@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict, TypeVar
@@ -237,15 +237,6 @@ def check_step(folder: Path, step: int | None) -> dict[str, FileDigest]:
     files = read(folder, step)
     check_sizes(folder, files)
     return files
-
-
-def foreign_files(folder: Path, files: Mapping[str, FileDigest]) -> list[str]:
-    """Return the names in the folder of a step that its manifest does not list, such as those that
-    a file system or a file manager makes. No file of the step is read from them.
-    """
-    with suppress(OSError):
-        return sorted(set(os.listdir(folder)) - set(files) - {NAME})
-    return []
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileDigest]) -> None:

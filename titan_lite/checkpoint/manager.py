@@ -61,7 +61,7 @@ from titan_lite.checkpoint.host_copies import HostCopies
 from titan_lite.checkpoint.lock import FolderLock, SaveLock, StepHold, not_held
 from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import RunState
-from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps, log_foreign_files
+from titan_lite.checkpoint.steps import SMALL_FILES, SavedSteps
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.config.errors import MachineError, SharedConfigError, is_of_machine, shown
 from titan_lite.data.streams import merge_states
@@ -233,7 +233,6 @@ class Checkpointer(SavedSteps):
             self.check_state(step)
             if rank == 0:
                 tensor_files.read_metadata(path)
-                log_foreign_files(path, files)
         except CorruptFileError as error:
             return str(error)
         return ""

@@ -19,21 +19,11 @@ from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.config.errors import error_because_of, shown
 from titan_lite.config.weights_folder import METADATA, STATE, steps_in
-from titan_lite.logging import logger
-from titan_lite.manifest import CorruptFileError, FileDigest
-from titan_lite.text import first_names
+from titan_lite.manifest import CorruptFileError
 
 # Files whose content is checked before there is a process group, which checks the other files
 SMALL_FILES = (METADATA, STATE)
 NEWEST = -1  # checkpoint.load_step
-
-
-def log_foreign_files(folder: Path, files: Mapping[str, FileDigest]) -> None:
-    """Log what a step has beside its files, which is not read."""
-    foreign = manifest.foreign_files(folder, files)
-    if foreign:
-        names = first_names(foreign, 3)
-        logger.warning(f"{folder}: not read, since {manifest.NAME} does not list it: {names}")
 
 
 class SavedSteps:

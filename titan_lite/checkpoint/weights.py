@@ -31,7 +31,6 @@ from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.names import TorchtitanNames
 from titan_lite.checkpoint.state import read_state
-from titan_lite.checkpoint.steps import log_foreign_files
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import MachineError, error_because_of, is_of_machine, shown
 from titan_lite.config.families import ModelConfig, file_digest, where_it_is
@@ -137,7 +136,6 @@ class CheckpointFolder(_DcpFolder):
     def __init__(self, folder: Path, *, every_byte: bool = False, family: str = ""):
         self.folder = folder
         self.files = manifest.check_step(folder, None)
-        log_foreign_files(folder, self.files)
         if every_byte:
             self.check_bytes()
         self.metadata = tensor_files.read_metadata(folder)

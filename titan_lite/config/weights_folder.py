@@ -7,12 +7,10 @@
 config/from_weights.py reads the model's shape there, and checkpoint/weights.py its weights.
 """
 
-import os
 import re
 from pathlib import Path
 
 from titan_lite import manifest
-from titan_lite.config.errors import ConfigError
 
 # Kinds of folders.
 STEP = "a checkpoint of titan_lite"
@@ -45,27 +43,6 @@ def folder_kind(folder: Path) -> str:
 
 def _has_any(folder: Path, *names: str) -> bool:
     return any((folder / name).is_file() for name in names)
-
-
-def step_around(path: Path) -> Path | None:
-    """Return the step that a path, which need not exist, is or lies within."""
-    resolved = Path(os.path.realpath(path))
-    for folder in (resolved, *resolved.parents):
-        if all(map(os.path.isfile, (folder / manifest.NAME, folder / METADATA))):
-            return folder
-    return None
-
-
-def refuse_within_step(path: Path, name: str) -> None:
-    """Raise ConfigError for a path to be written that lies within a step.
-
-    name: the argument or option that errors begin with, such as "--output".
-    """
-    if step := step_around(path):
-        raise ConfigError(
-            f"{name} {path}: lies within {step}, {STEP}, which has only what the run saved; use a"
-            " path outside of it"
-        )
 
 
 def why_not_weights(path: Path) -> str:

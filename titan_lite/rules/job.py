@@ -6,7 +6,6 @@ from pathlib import Path
 
 from titan_lite.config import Config
 from titan_lite.config.errors import MachineError, is_of_machine, shown
-from titan_lite.config.weights_folder import STEP, step_around
 from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs
 
 # Files that a run writes over, or appends to, in its folder and in the folder of its steps
@@ -69,17 +68,10 @@ def _is_within(path: Path, *folders: Path) -> bool:
 
 
 def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake if the run's folder is not there and cannot be made, is not writable, or if
-    it or that of its steps lies within a step. Raises MachineError for a full disk or one that
-    fails.
+    """Yield a mistake if the run's folder is not there and cannot be made, or is not writable.
+    Raises MachineError for a full disk or one that fails.
     """
     folder = Path(config.job.dump_folder).absolute()
-    for path in (folder, folder / config.checkpoint.folder):
-        if step := step_around(path):
-            why = f"{path} lies within {step}, {STEP}, which has only what its run saved"
-            instead = "a folder outside of it"
-            yield Mistake("job.dump_folder", config.job.dump_folder, why, instead)
-            return
     why = ""
     for path in (folder, *folder.parents):
         try:

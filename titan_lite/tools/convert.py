@@ -169,7 +169,7 @@ def _written_tensors(
     def read(name: str) -> Tensor:
         return _rounded(fqns[name], converted(fqns[name]), planned[name].dtype)
 
-    with new_folder(folder, "TARGET") as unfinished:
+    with new_folder(folder) as unfinished:
         tensor_files.write_one_by_one(unfinished, planned, read)
         yield unfinished
 
@@ -190,7 +190,7 @@ def write_hf(
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in hf_names(weights.config)}
     warn_of_biases(weights)
     sizes = {fqn: weights.shapes[fqn].numel() * dtypes[fqn].itemsize for fqn in dtypes}
-    with new_folder(folder, "TARGET") as unfinished:
+    with new_folder(folder) as unfinished:
         _write_configs(unfinished, weights, dtypes["tok_embeddings.weight"], loaded)
         shards = split_into_shards(sizes, shard_bytes)
         _write_shards(unfinished, weights, dtypes, shards)

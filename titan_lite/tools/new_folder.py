@@ -1,6 +1,6 @@
 """Write a folder that is complete, or not there.
 
-with new_folder(Path("exported"), "TARGET") as unfinished:
+with new_folder(Path("exported")) as unfinished:
     (unfinished / "config.json").write_text("{}")
 """
 
@@ -15,12 +15,11 @@ from safetensors import SafetensorError
 from titan_lite import manifest
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import error_because_of
-from titan_lite.config.weights_folder import refuse_within_step
 
 
 @contextmanager
-def new_folder(folder: Path, written: str) -> Iterator[Path]:
-    """Return a context with a folder to fill. written: what a command line calls it, for errors.
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Return a context with a folder to fill.
 
     It gets its name when its files are on disk, and is removed after an error. Until then it has a
     unique name, so that only what was made here is deleted. Raises ConfigError, and MachineError if
@@ -28,7 +27,6 @@ def new_folder(folder: Path, written: str) -> Iterator[Path]:
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
-    refuse_within_step(folder, written)
     unfinished = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(8)}")
     try:
         unfinished.mkdir(parents=True)

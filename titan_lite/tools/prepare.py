@@ -136,7 +136,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    with new_folder(folder, "FOLDER") as unfinished:
+    with new_folder(folder) as unfinished:
         try:
             yield unfinished
         except datasets.exceptions.DatasetGenerationError as error:

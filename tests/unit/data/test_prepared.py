@@ -259,17 +259,6 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, options, words, capsys, mon
     assert os.listdir(tmp_path) == []
 
 
-def test_documents_are_not_written_into_a_step(tmp_path, capsys):
-    (tmp_path / "step-12").mkdir()
-    for name in ("manifest.json", ".metadata"):
-        (tmp_path / "step-12" / name).touch()
-    target = str(tmp_path / "step-12/prepared")
-    assert command.main([RECIPE, target, *DATA]) == 2
-    assert (
-        f"FOLDER {target}: lies within {tmp_path}/step-12, a checkpoint" in capsys.readouterr().err
-    )
-
-
 def test_each_source_of_a_mixture_becomes_a_folder(corpus, folder, tmp_path, capsys):
     (tmp_path / "books").mkdir()
     (tmp_path / "books/a.jsonl").write_text(lines(range(200, 240)))

@@ -297,27 +297,6 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_own_key(folder, why, tmp_p
     assert "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("options", "inner"),
-    [
-        (["--job.dump_folder=HERE/step-12"], "step-12"),
-        (["--job.dump_folder=HERE/step-12/new/run"], "step-12/new/run"),
-        (["--job.dump_folder=HERE", "--checkpoint.folder=step-12/x"], "step-12/x"),
-    ],
-)
-def test_a_run_writes_into_no_step(options, inner, tmp_path):
-    (tmp_path / "step-12").mkdir()
-    for name in ("manifest.json", ".metadata"):
-        (tmp_path / "step-12" / name).touch()
-    options = [option.replace("HERE", str(tmp_path)) for option in options]
-    config = load_config(DEBUG, options)
-    words = f"{tmp_path}/{inner} lies within {tmp_path}/step-12, a checkpoint of titan_lite"
-    with pytest.raises(
-        ConfigError, match=rf"job\.dump_folder = .*{words}.* a folder outside of it"
-    ):
-        check_all(config, 1)
-
-
 def test_a_folder_that_can_be_made_is_not_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")

@@ -39,7 +39,6 @@ from titan_lite.config import (
 from titan_lite.config.batch_sizes import number_of_tokens
 from titan_lite.config.load import option
 from titan_lite.config.phases import describe_phase
-from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.distributed.layout import Layout
 from titan_lite.feature import features_of
 from titan_lite.logging import print_line
@@ -214,12 +213,9 @@ def check_imbalance(imbalance: float, config: Config) -> None:
 
 
 def check_target(name: str, path: Path | None) -> None:
-    """Raise ConfigError if a file cannot be written since its folder does not exist or is a
-    step.
-    """
+    """Raise ConfigError if a file cannot be written since its folder does not exist."""
     if path is None:
         return
-    refuse_within_step(path, f"--{name}")
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigError(f"--{name} {path}: there is no folder {folder}; use one that exists")

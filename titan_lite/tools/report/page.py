@@ -26,7 +26,6 @@ from pathlib import Path
 from titan_lite.cli import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import error_because_of
-from titan_lite.config.weights_folder import refuse_within_step
 from titan_lite.tools.report import sections
 from titan_lite.tools.report.markup import text
 from titan_lite.tools.report.run_record import RunRecord, read_run
@@ -49,7 +48,6 @@ def main(arguments: Sequence[str]) -> None:
     )
     options = parser.parse_args(arguments)
     path = options.output or options.folders[0] / "report.html"
-    refuse_within_step(path, "--output")
     try:
         names = name_runs(options.folders)
         runs = [read_run(folder, name) for folder, name in zip(options.folders, names, strict=True)]

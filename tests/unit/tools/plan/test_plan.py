@@ -200,18 +200,6 @@ def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_paralleli
     assert capsys.readouterr().out.count("yes") == 2
 
 
-def test_a_plan_is_not_written_into_a_step(tmp_path, capsys):
-    (tmp_path / "step-12").mkdir()
-    for name in ("manifest.json", ".metadata"):
-        (tmp_path / "step-12" / name).touch()
-    target = str(tmp_path / "step-12/plan")
-    assert main([EIGHT, "--picture", target]) == 2
-    assert (
-        f"--picture {target}: lies within {tmp_path}/step-12, a checkpoint"
-        in capsys.readouterr().err
-    )
-
-
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory):
     """The 8B recipe, for its eight ranks: as JSON, and what it drew."""

@@ -688,18 +688,6 @@ def test_the_command_writes_to_the_first_folder_or_where_it_is_told(run, tmp_pat
     assert "absent/page.html: No such file" in capsys.readouterr().err
 
 
-def test_a_page_is_not_written_into_a_step(run, tmp_path, capsys):
-    (tmp_path / "step-12").mkdir()
-    for name in ("manifest.json", ".metadata"):
-        (tmp_path / "step-12" / name).touch()
-    page = tmp_path / "step-12/report.html"
-    assert main([str(run("one")), "--output", str(page)]) == 2
-    assert (
-        f"--output {page}: lies within {tmp_path}/step-12, a checkpoint" in capsys.readouterr().err
-    )
-    assert not page.exists()
-
-
 def test_no_torch_is_needed(run):
     code = (
         "import sys, titan_lite.tools.report.page as r; code = r.main(sys.argv[1:]); sys.exit(code"
