@@ -8,63 +8,11 @@ from titan_lite.config import Config
 from titan_lite.config.errors import MachineError, is_of_machine, shown
 from titan_lite.rules.mistakes import Inputs, Mistake, rule_of_inputs
 
-# Files that a run writes over, or appends to, in its folder and in the folder of its steps
-WRITTEN = (
-    "config.toml",
-    "*.jsonl",
-    "compile.json",
-    "experts.json",
-    "initial_step.json",
-    "restarts.json*",
-    "lock",
-    "loss.png",
-    "timeline.*",
-    "wandb_id",
-)
-
 
 @rule_of_inputs
 def the_run_has_a_folder(config: Config, inputs: Inputs) -> Iterator[Mistake]:
-    for mistakes in (
-        dump_folder_cannot_be_written(config),
-        links_out_of_the_folder(config),
-        recipe_would_be_replaced(config),
-    ):
-        wrong = list(mistakes)
-        yield from wrong
-        if wrong:
-            return
-
-
-def links_out_of_the_folder(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake for each file of the run that is a link out of its folder: the run would
-    write into a file that is not its own. A folder may be a link, as to a disk.
-    """
-    run_folder = Path(config.job.dump_folder)
-    steps = run_folder / config.checkpoint.folder
-    for folder in dict.fromkeys((run_folder, steps)):
-        for path in files_written(folder):
-            if path.is_symlink() and not path.is_dir() and not _is_within(path, run_folder, steps):
-                yield Mistake(
-                    key="job.dump_folder",
-                    value=config.job.dump_folder,
-                    why=f"has the link {path} to {os.readlink(path)}, which the run would write to",
-                    instead="a folder without it, or remove the link",
-                )
-
-
-def files_written(folder: Path) -> list[Path]:
-    """Return the files of the folder that a run would write over, or append to."""
-    return sorted(path for pattern in WRITTEN for path in folder.glob(pattern))
-
-
-def _is_within(path: Path, *folders: Path) -> bool:
-    """Return True if what a path leads to lies in one of the folders. A loop of links does not."""
-    try:
-        target = path.resolve()
-    except (OSError, RuntimeError):
-        return False
-    return any(folder.resolve() in target.parents for folder in folders)
+    wrong = list(dump_folder_cannot_be_written(config))
+    yield from wrong or recipe_would_be_replaced(config)
 
 
 def dump_folder_cannot_be_written(config: Config) -> Iterator[Mistake]:

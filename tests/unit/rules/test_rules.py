@@ -225,49 +225,6 @@ def test_a_key_that_the_optimizer_does_not_read_is_refused():
     checked("--optimizer.name=Muon", "--optimizer.momentum=0.9")
 
 
-# Links in the folder of a run
-
-
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "config.toml", "loss.png", "lock", "checkpoint/lock", "wandb_id"]
-)
-def test_a_file_of_the_run_that_is_a_link_out_of_its_folder_is_refused(tmp_path, name):
-    own = tmp_path / "own"
-    own.write_text("of the user")
-    link = tmp_path / "run" / name
-    link.parent.mkdir(parents=True)
-    link.symlink_to(own)
-    config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "run")])
-    with pytest.raises(ConfigError) as refused:
-        check_all(config, 1)
-    line = str(refused.value)
-    assert f'job.dump_folder = "{tmp_path / "run"}" has the link {link} to {own}' in line
-    assert line.endswith("use a folder without it, or remove the link")
-    assert own.read_text() == "of the user"
-
-
-def test_links_of_the_users_own_are_left_alone(tmp_path):
-    """A folder for the steps on another disk, a link within the folder, and files of the user."""
-    run = tmp_path / "run"
-    disk = tmp_path / "disk"
-    run.mkdir()
-    disk.mkdir()
-    (disk / "lock").touch()
-    (run / "checkpoint").symlink_to(disk)
-    (run / "old.jsonl").touch()
-    (run / "metrics.jsonl").symlink_to("old.jsonl")
-    (run / "notes.md").symlink_to(tmp_path / "elsewhere.md")
-    config = load_config(DEBUG, ["--job.dump_folder", str(run)])
-    check_all(config, 1)
-
-
-def test_a_link_to_itself_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("metrics.jsonl")
-    config = load_config(DEBUG, ["--job.dump_folder", str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"has the link \S+metrics.jsonl to metrics.jsonl"):
-        check_all(config, 1)
-
-
 # The folder of a run
 
 
