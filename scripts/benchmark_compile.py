@@ -12,7 +12,7 @@ Times begin when the processes of the ranks are started, and end with the first 
 Python, the imports of torch and of the program, the process group, building the model, tracing and
 compilation. "before the model" is the part of the warm time until all is imported and a model is
 built next; what a program imports only when it compiles is in the rest. They do not include a
-launcher, data and checkpoints, whose seconds each run logs.
+launcher, nor data and checkpoints, whose seconds each run logs.
 
 The table also has the median time of a later step of the warm process, and of titan_lite how many
 of the graphs' segments are different (compile/segments.py).

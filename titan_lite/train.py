@@ -59,7 +59,8 @@ def train(config: Config, hooks: Sequence[Any] = (), wrong: Sequence[str] = ()) 
 
     wrong: messages of `read_config`. Raises ConfigError.
     """
-    start_times = StartTimes.of_process()
+    start_times = StartTimes()
+    start_times.begin("recipe")
     signals.listen()
     rank, world_size = check_environment()
     rules.check_recipe(config, world_size, wrong)  # before torch is imported

@@ -1,20 +1,13 @@
-"""Measure the seconds of each part of a start, from the launcher to the end of the first step.
+"""Measure the seconds of each part of a start on a rank, to the end of the first step.
 
-times = StartTimes.of_process()         # what came before this line is known to the system
+times = StartTimes()
 times.begin("imports")
 times.begin("first step")
 times.end()
-times.seconds                           # {"launcher": 1.4, "recipe": 0.3, "imports": 2.9, ...}
+times.seconds                           # {"imports": 2.9, "first step": 1.4}
 """
 
-import os
-import time
-from contextlib import suppress
-from pathlib import Path
-
-STARTED = 19  # index of a process's start in /proc/PID/stat, counted from its state; in ticks
-FIRST_ATTEMPT = "0"  # of torchrun, which starts the ranks again after a failure
-CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # that of /proc; macOS has none
+from time import perf_counter
 
 
 class StartTimes:
@@ -23,23 +16,7 @@ class StartTimes:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the parts that have ended
         self._part = ""
-        self._began = _now()
-
-    @classmethod
-    def of_process(cls) -> "StartTimes":
-        """Return times that begin with the launcher, and are in the part "recipe" of this process.
-
-        The launcher is the process that has started this one, and ./run_train.sh before it: a
-        program that a shell executes in its place keeps the shell's start. It does not count where
-        it has started ranks before. Outside of Linux nothing before this call is known.
-        """
-        times = cls()
-        times._part = "recipe"
-        with suppress(OSError, IndexError, ValueError):
-            times._began = _start_of(os.getpid())
-            if os.environ.get("TORCHELASTIC_RESTART_COUNT") == FIRST_ATTEMPT:
-                times.seconds["launcher"] = times._began - _start_of(os.getppid())
-        return times
+        self._began = perf_counter()
 
     def begin(self, part: str) -> None:
         """End the present part, and begin another one. Parts of one name are added up."""
@@ -48,7 +25,7 @@ class StartTimes:
 
     def end(self) -> None:
         """End the present part."""
-        now = _now()
+        now = perf_counter()
         if self._part:
             self.seconds[self._part] = self.seconds.get(self._part, 0.0) + now - self._began
         self._part = ""
@@ -58,15 +35,3 @@ class StartTimes:
         """Return "3.5 s: imports 2.1, first step 1.4"."""
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
         return f"{sum(self.seconds.values()):.1f} s: {parts}"
-
-
-def _now() -> float:
-    """Return seconds since the system's boot, as /proc counts them."""
-    return time.clock_gettime(CLOCK)
-
-
-def _start_of(pid: int) -> float:
-    """Return the start of a process, in seconds since the system's boot. Raises OSError."""
-    # the name of the program may have spaces and brackets
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[STARTED]) / os.sysconf("SC_CLK_TCK")

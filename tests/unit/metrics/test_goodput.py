@@ -25,7 +25,7 @@ def event(second, kind="start", **values):
 def test_of_a_run_that_nothing_has_disturbed(tmp_path):
     metrics = [line(10, 3.0), line(20), {"step": 20, "validation_loss": 1.0}, line(30)]
     metrics += [{"step": 30, "seconds_saving": 4.0, "seconds_validation": 2.0}]
-    start = {"launcher": 2.0, "imports": 3.0, "first step": 20.0, "validation": 2.0}
+    start = {"recipe": 2.0, "imports": 3.0, "first step": 20.0, "validation": 2.0}
     write(tmp_path, metrics, [event(5), event(30, "first step", seconds=start), event(65, "done")])
     spent = time_spent(tmp_path)
     assert spent.seconds == {
