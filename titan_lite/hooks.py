@@ -33,7 +33,6 @@ from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
 from titan_lite.metrics.profiler import build_profiler
 from titan_lite.metrics.start_lines import start_facts, start_lines
-from titan_lite.metrics.writer import draw_loss
 from titan_lite.resilience.restarts import Restarts, restart_command
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Hook:
 
 
 class LogRun(Hook):
-    """Log what the run is at its start, and what it did at its end; draw the loss."""
+    """Log what the run is at its start, and what it did at its end."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         sources = trainer.loader.source_lines()
@@ -122,8 +121,6 @@ class LogRun(Hook):
     def on_train_end(self, trainer: Trainer) -> None:
         if not trainer.metrics.writes:
             return
-        if not trainer.is_stopped:
-            draw_loss(trainer.dump_folder)
         if trainer.needs_resume and not trainer.is_stopped:
             phase = trainer.config.phase.number
             logger.info(f"phase {phase} is done", extra={"event": "phase done"})

@@ -69,7 +69,6 @@ def test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exporte
         "events.jsonl",
         "tb",
         "checkpoint",
-        "loss.png",
         "lock",
     }
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
@@ -86,7 +85,6 @@ def test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exporte
         first.stdout,
     )
     assert "\033[" not in first.stdout  # colours are for terminals
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert list(metrics) == [0, 1, 2, 3, 4, 5, 6]
     assert metrics[1]["loss"] == pytest.approx(math.log(2048) + 1 / 32, abs=0.05)

@@ -1,4 +1,4 @@
-"""Write metrics to the log, `metrics.jsonl`, TensorBoard and Weights & Biases; draw `loss.png`.
+"""Write metrics to the log, `metrics.jsonl`, TensorBoard and Weights & Biases.
 
     metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, steps_done=0)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
@@ -88,8 +88,6 @@ FORMATS = {  # of the metrics in a line of the log, in their order
     "memory_gib": "memory {:.2f} GiB",
     "data_wait": "data wait {:.1f}%",
 }
-# Sections of a recipe that decide what is learned, shown by TensorBoard as hyperparameters
-HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")
 
 
 class MetricsWriter:
@@ -248,12 +246,11 @@ def _line_of(step: int, values: Mapping[str, float]) -> dict[str, Any]:
 def start_tensorboard(
     folder: Path, recipe: Mapping[str, Any], purge_step: int | None
 ) -> "SummaryWriter":
-    """Return a writer of events with the recipe as text and as hyperparameters. Raises OSError.
+    """Return a writer of events with the recipe as text. Raises OSError.
 
     purge_step: the first step of a resumed run, from which on older values are hidden.
     """
     from torch.utils.tensorboard import SummaryWriter  # slow, and only one rank needs it
-    from torch.utils.tensorboard.summary import hparams
 
     writer = SummaryWriter(folder, purge_step=purge_step)
     # a Markdown code block
@@ -261,12 +258,6 @@ def start_tensorboard(
         f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
     ]
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
-    chosen = {
-        key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS
-    }
-    metrics = {"loss": 0.0, "validation_loss": 0.0}
-    for summary in hparams(chosen, metrics):  # SummaryWriter.add_hparams would start a new run
-        writer._get_file_writer().add_summary(summary)
     writer.flush()
     return writer
 
@@ -309,30 +300,3 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def draw_loss(dump_folder: Path) -> Path:
-    """Draw training and validation loss of `metrics.jsonl` into `loss.png` beside it; warn if it
-    cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    entries = read_metrics(dump_folder / "metrics.jsonl")
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, style in (("loss", "-"), ("validation_loss", "o--")):
-        points = [
-            (step, values[name]) for step, values in entries.items() if values.get(name) is not None
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    path = dump_folder / "loss.png"
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        logger.warning(f"no loss curve: {path} cannot be written: {error.strerror}")
-    return path

@@ -1,5 +1,5 @@
-"""Outputs of a run: the line, metrics.jsonl and its reader, TensorBoard, the picture; with and
-without a terminal.
+"""Outputs of a run: the line, metrics.jsonl and its reader, TensorBoard; with and without a
+terminal.
 """
 
 import json
@@ -10,13 +10,11 @@ import types
 
 import pytest
 import torch
-from matplotlib import image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
 
 from titan_lite.config import ConfigError, DataSource, Metrics
 from titan_lite.config.errors import MachineError
-from titan_lite.metrics.writer import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
+from titan_lite.metrics.writer import MetricsWriter, peak_memory_gib, read_metrics
 
 PLAIN = Metrics(enable_tensorboard=False)
 RECIPE = {
@@ -250,7 +248,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(run):
     assert scalars(folder)["loss"] == {10: 1.0, 30: 3.5}
 
 
-def test_tensorboard_has_the_recipe_as_text_and_as_hyperparameters(run):
+def test_tensorboard_has_the_recipe_as_text(run):
     folder = run({10: VALUES}, Metrics())
     accumulator = EventAccumulator(str(folder / "tb"))
     accumulator.Reload()
@@ -259,12 +257,6 @@ def test_tensorboard_has_the_recipe_as_text_and_as_hyperparameters(run):
     assert '    compile.components = ["model", "loss"]' in text.splitlines()
     assert "    optimizer.lr = 0.0003" in text.splitlines()
     assert '    data.sources = [{"dataset": "stdlib", "path": "a.jsonl",' in text
-    content = accumulator.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
-    assert start.hparams["training.steps"].number_value == 100
-    assert start.hparams["optimizer.lr"].number_value == 3e-4
-    # and not those that change nothing of what is learned
-    assert start.hparams.keys() == {"training.steps", "optimizer.lr"}
     assert [path.is_file() for path in (folder / "tb").iterdir()] == [
         True
     ]  # one run, and none beside it
@@ -344,45 +336,6 @@ def test_weights_and_biases_only_where_asked_for_and_on_one_rank(run, wandb):
     run({10: VALUES})
     run({10: VALUES}, Metrics(enable_tensorboard=False, enable_wandb=True), writes=False)
     assert wandb.calls == []
-
-
-# The picture
-
-
-def test_the_picture_shows_training_and_validation_loss(run):
-    pixels = []
-    for steps_done, logged in (
-        (0, {}),
-        (0, {1: {"loss": 3.0}, 2: {"loss": math.nan}, 3: {"loss": 2.0}}),
-        (3, {3: {"validation_loss": 2.5}}),
-    ):
-        folder = run(logged, steps_done=steps_done)
-        path = draw_loss(folder)
-        assert path == folder / "loss.png"
-        pixels.append(image.imread(path))
-        assert pixels[-1].shape == (480, 840, 4)
-    ink = [(picture[..., :3] < 0.9).any(axis=-1).sum() for picture in pixels]
-    assert ink == sorted(set(ink))  # each has more on it than the one before
-
-
-def test_a_picture_of_a_folder_that_is_gone_is_told_in_a_line(tmp_path, said):
-    draw_loss(tmp_path / "gone")
-    (line,) = said.messages
-    assert (
-        line
-        == f"no loss curve: {tmp_path}/gone/loss.png cannot be written: No such file or directory"
-    )
-
-
-def test_lines_of_the_picture_go_on_over_steps_without_a_value(tmp_path):
-    def picture(name, logged):
-        (tmp_path / name).mkdir()
-        lines = [json.dumps({"step": step, **values}) + "\n" for step, values in logged.items()]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
-        return image.imread(draw_loss(tmp_path / name))
-
-    ends = {1: {"loss": 3.0, "validation_loss": 3.5}, 3: {"loss": 2.0, "validation_loss": 2.5}}
-    assert (picture("with", {**ends, 2: {"loss": None}}) == picture("without", ends)).all()
 
 
 # Memory
