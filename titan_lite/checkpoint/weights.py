@@ -16,7 +16,6 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,6 @@ from titan_lite.config.weights_folder import (
     HUGGING_FACE,
     STATE,
     STEP,
-    TOKENIZER_FILES,
     TORCHTITAN,
     folder_kind,
     steps_in,
@@ -594,14 +592,11 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
     """
     if not path:
         files = weights.tokenizer_files()
-        readable = [file for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
-        if not find_spec("tokenizers"):  # needed for a .json
-            readable.sort(key=lambda file: file.suffix == ".json")
-        if not readable:
+        if not files:
             raise ConfigError(
                 f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE"
             )
-        path = str(readable[0])
+        path = str(files[0])
     tokenizer = load_tokenizer(path, "--tokenizer")
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
