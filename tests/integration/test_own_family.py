@@ -192,13 +192,9 @@ def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
 
 GATE = '    styles={"attention.gate": "columns"},\n'
 WRONG = {
-    "no FAMILY": (
-        ("FAMILY = Family(", "OTHER = Family("),
-        "has no FAMILY; give it FAMILY = Family(",
-    ),
     "no build_block": (
         ("def build_block(config):", "def block(config):"),
-        "has no function build_block; give it build_block(config: ModelConfig)",
+        "has no attribute 'build_block'; it has to return a torch.nn.Module for any shape",
     ),
     "no style": (
         (GATE, ""),
@@ -212,10 +208,6 @@ WRONG = {
         ('        "attention.gate.weight": (config.n_heads * config.head_dim, config.dim),\n', ""),
         "attention.gate.weight is (128, 128) in build_block's block, and not in block_parameters",
     ),
-    "no field": (
-        ("    block_parameters=block_parameters,\n", ""),
-        "missing 1 required positional argument: 'block_parameters'; the file has to run by itself",
-    ),
     "a block that fails": (
         ("self.wq = nn.Linear(config.dim, width, bias=False)", "self.wq = config.wq"),
         "build_block fails in line 28: AttributeError: 'ModelConfig' object has no attribute 'wq'",
@@ -223,14 +215,6 @@ WRONG = {
     "a forward that fails": (
         ("torch.sigmoid(self.gate(x))", "torch.sigmoid(self.gates(x))"),
         " = 2 fails in line 38: AttributeError: 'GatedAttention' object has no attribute 'gates'",
-    ),
-    "no flavor": (
-        ('flavors={"debug": ModelConfig(128, 4, 8, 4, 256, vocab_size=2048)}', "flavors={}"),
-        "flavors of a Family: give it a ModelConfig, such as debug",
-    ),
-    "a default of no field": (
-        ("    styles=", '    defaults={"bias": True},\n    styles='),
-        "defaults of a Family: bias: use fields of ModelConfig; the file has to run by itself",
     ),
     "shapes that fail": (
         ("def block_parameters(config):\n", "def block_parameters(config):\n    config.none\n"),
