@@ -18,9 +18,9 @@ import bisect
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
@@ -28,7 +28,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import error_because_of
-from titan_lite.data.corpora import SPLITS, Split
+from titan_lite.data.corpora import Split
 from titan_lite.data.files import Piece
 from titan_lite.data.outputs import PREPARED
 from titan_lite.manifest import validated
@@ -59,11 +59,11 @@ class PreparedInfo:
 
     format: int
     tokenizer: str  # its SHA-256
-    vocab_size: int
+    vocab_size: PositiveInt
     source: dict[str, str]  # dataset, path and text_field of [data]
     parts: dict[str, PreparedPart]  # by folder
     bad: list[dict[str, str]]  # bad documents, as in bad_documents.jsonl
-    files: dict[str, manifest.FileDigest]  # size and SHA-256 of every other file
+    files: dict[str, Any]  # size and SHA-256 of every other file
 
     @classmethod
     def from_json(cls, text: str) -> "PreparedInfo":
@@ -71,27 +71,7 @@ class PreparedInfo:
         content = json.loads(text)
         if content["format"] != FORMAT:  # of which nothing else is known
             return cls(content["format"], "", 0, {}, {}, [], {})
-        source = validated(dict[str, str], content, "source")
-        parts = validated(dict[str, PreparedPart], content, "parts")
-        if "dataset" not in source or not (
-            {BOTH_SPLITS} <= set(parts) or set(SPLITS) <= set(parts)
-        ):
-            raise ValueError("source or parts are not those of a corpus")
-        for name, part in parts.items():
-            of_pieces = part.piece_documents
-            if len(part.piece_sizes) != len(of_pieces):
-                raise ValueError(f"parts.{name} has other numbers of piece_sizes, piece_documents")
-            if sum(of_pieces) != part.documents:
-                raise ValueError(f"parts.{name}.documents is not the sum of piece_documents")
-        return cls(
-            format=FORMAT,
-            tokenizer=validated(str, content, "tokenizer"),
-            vocab_size=validated(PositiveInt, content, "vocab_size"),
-            source=source,
-            parts=parts,
-            bad=validated(list[dict[str, str]], content, "bad"),
-            files=manifest.digests_in(content),
-        )
+        return replace(validated(cls, content), files=manifest.digests_in(content))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -207,12 +187,6 @@ def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False
     try:
         info = PreparedInfo.from_json((folder / PREPARED).read_text(encoding="utf-8"))
     except OSError as error:
-        parts = sorted(path.parent.name for path in folder.glob(f"*/{PREPARED}"))
-        if parts:  # `prepare` writes a folder for each corpus of a recipe
-            raise ConfigError(
-                f"{where}: it has no {PREPARED}, but {' and '.join(parts)} in it have; use"
-                f' "{folder / parts[0]}"{" or another of these" if len(parts) > 1 else ""}'
-            ) from None
         why = f"{where}: {PREPARED} cannot be read ({error.strerror}); {_FIX}"
         raise error_because_of(error, why) from None
     except (ValueError, KeyError, TypeError) as error:

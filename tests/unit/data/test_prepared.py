@@ -304,17 +304,6 @@ def test_what_is_wrong_is_found_before_anything_starts(folder, tmp_path):
         checked(load_config(RECIPE, [*more, f"--data.path={tmp_path}"]))
 
 
-def test_a_folder_that_holds_prepared_ones_names_them(folder, tmp_path):
-    for name in ("validation", "train"):
-        shutil.copytree(folder, tmp_path / name)
-    with pytest.raises(ConfigError) as error:
-        read_prepared(tmp_path)
-    assert str(error.value) == (
-        f'data.path = "{tmp_path}": it has no prepared.json, but train and validation in it have;'
-        f' use "{tmp_path}/train" or another of these'
-    )
-
-
 def changed(name, value):
     """Change a value of prepared.json."""
 
@@ -349,10 +338,11 @@ def cut(path):
             changed("vocab_size", -1),
             r"prepared.json is damaged \(vocab_size = -1: input should be greater than 0\)",
         ),
-        (changed("parts", {}), "source or parts are not those of a corpus"),
         (changed("files", {"../a": {"size": 1, "sha256": ""}}), "outside of the folder"),
-        (of_part("piece_sizes", []), "has other numbers of piece_sizes, piece_documents"),
-        (of_part("documents", 5), "is not the sum of piece_documents"),
+        (
+            of_part("documents", -5),
+            r"\(parts\.documents\.documents = -5: input should be greater than or equal to 0\)",
+        ),
         (lambda f: (f / "documents/state.json").unlink(), "state.json is missing"),
         (lambda f: cut(next((f / "documents").glob("*.arrow"))), r"\.arrow has [0-9,]+ bytes of"),
     ],
