@@ -19,7 +19,7 @@ from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import MachineError
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.files import LocalFile, Piece, read_piece, size_of, text_of
-from titan_lite.data.servers import may_pass, retried, why_not_at_url
+from titan_lite.data.servers import retried
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -124,25 +124,8 @@ class HubCorpus:
     def read(self, piece: Piece) -> Iterator[tuple[int, object]]:
         shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
         # Plain iteration would give each loader process only its share.
-        batches = enumerate(shard.iter(batch_size=1))
-        while batch := self._next(batches, piece):
-            position, values = batch
+        for position, values in enumerate(shard.iter(batch_size=1)):
             yield position, {name: value[0] for name, value in values.items()}
-
-    def _next(self, batches: Iterator[tuple[int, dict]], piece: Piece) -> tuple[int, dict] | None:
-        """Return the next batch, None at the end.
-
-        `datasets` tries to read again for 100 s; after that, raises MachineError.
-        """
-        try:
-            return next(batches, None)
-        except Exception as error:  # each library has errors of its own
-            if not may_pass(error):
-                raise
-            raise MachineError(
-                f"{piece.name} cannot be read on the hub ({why_not_at_url(error)}): start again"
-                " when it answers"
-            ) from error
 
     def name(self, piece: Piece, position: int) -> str:
         return f"{piece.name}:{position}"

@@ -57,7 +57,7 @@ from titan_lite.data.servers import (
     why_not_at_url,
 )
 from titan_lite.logging import logger
-from titan_lite.text import MASK, error_line, without_secrets
+from titan_lite.text import error_line, without_secrets
 
 TEXT_FORMATS = (".txt", ".jsonl", ".json")
 COMPRESSIONS = (".gz", ".zst")  # parquet is compressed inside
@@ -69,7 +69,6 @@ DAMAGED = (OSError, EOFError, ValueError, zlib.error)
 # of these, what an undamaged file raises, too
 UNREACHABLE = (FileNotFoundError, PermissionError, RefusedError)
 LOCAL_URLS = ("file://", "local://")
-SAVED = "dataset_info.json"  # is beside the tables that Dataset.save_to_disk writes
 _FIX = (
     f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS)} (also {', '.join(COMPRESSIONS)})"
     ' or .parquet files, such as path = "corpus/*.jsonl"'
@@ -117,27 +116,11 @@ def local_files(data: Data) -> list[LocalFile]:
     if others and not is_folder:
         suffix = "".join(Path(others[0]).suffixes)
         raise ConfigError(f'{where}: {others[0]}: unknown format "{suffix}"; {_FIX}; {CONVERT}')
-    for file in found:
-        folder, last = posixpath.split(file.path)
-        if last == SAVED:
-            raise ConfigError(
-                f"{where}: {folder} was written by Dataset.save_to_disk, which is not read; convert"
-                f' it with datasets.load_from_disk("{folder}").to_parquet("a.parquet")'
-            )
     if others:
         suffixes = sorted({os.path.splitext(file)[1] for file in others})
         logger.info(
             f"{where}: {len(others)} files of other formats are left out ({list_names(suffixes)})"
         )
-    for file in files:
-        name = os.fsencode(file.name)
-        try:
-            name.decode()
-        except UnicodeDecodeError:
-            raise ConfigError(
-                f"{where}: {name!r} is not the name of a document, since it is not UTF-8; rename"
-                " the file"
-            ) from None
     if not files:
         raise ConfigError(
             f"{where}: none of the {len(found)} files in this folder can be read; {_FIX}; {CONVERT}"
@@ -192,10 +175,6 @@ def _on_disk(path: str, run_folder: str, where: str) -> tuple[list[LocalFile], b
         if stat.S_ISREG(status.st_mode):
             name = os.path.relpath(file, folder).replace(os.sep, "/")
             files.append(LocalFile(file, name, status.st_size))
-    if not files and not is_folder and os.path.exists(path):
-        raise ConfigError(
-            f"{where} is a pipe, a socket or a device, and is read again in each epoch; {_FIX}"
-        )
     if not files and not is_folder:
         raise ConfigError(f"{where}: no such file, and no file matches; {_FIX}")
     return files, is_folder
@@ -203,16 +182,6 @@ def _on_disk(path: str, run_folder: str, where: str) -> tuple[list[LocalFile], b
 
 def _at_url(url: str, where: str) -> tuple[list[LocalFile], bool]:
     """Return what `_on_disk` returns, for a URL of fsspec. Raises ConfigError."""
-    if "::" in url:  # zip://a.txt::corpus.zip, simplecache::s3://corpus/a.txt
-        raise ConfigError(
-            f'{where}: "::" in a URL is not supported; use the URL of the files themselves, without'
-            " an archive or a cache"
-        )
-    if f"://{MASK}@" in url or f"={MASK}" in url:
-        raise ConfigError(
-            f"{where}: a run does not write the passwords and tokens of URLs, and has put {MASK}"
-            " there; use the complete URL, on the command line or in the recipe"
-        )
 
     def look() -> tuple[AbstractFileSystem, str, dict[str, int], bool]:
         fs, path = file_system(url)
@@ -372,11 +341,6 @@ def size_of(file: str) -> int:
 
 def _unreadable(where: str, path: str, error: OSError) -> ConfigError | MachineError:
     """Return the error for a file or folder of the corpus that cannot be read."""
-    if os.path.islink(path) and not os.path.exists(path):
-        return ConfigError(
-            f"{where}: {path} is a link to {os.readlink(path)}, which is not there; restore that,"
-            " or remove the link"
-        )
     return error_because_of(
         error,
         f"{where}: {path} cannot be read: {error.strerror}; use a path without it, or make it"

@@ -181,8 +181,7 @@ def test_a_user_and_a_password_are_those_of_the_url(address):
         ("http://HOST/short.jsonl", "the server ends at byte"),
         ("http://127.0.0.1:1/a.jsonl", "Cannot connect"),
         ("http://:x/a.jsonl", "cannot be read"),
-        ("zip://*.txt::http://me:WRONG@HOST/secret/a.zip", "without an archive or a cache"),
-        ("simplecache::http://HOST/corpus/a.jsonl", "without an archive or a cache"),
+        ("zip://*.txt::http://me:WRONG@HOST/secret/a.zip", "401"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_with_its_url(url, words, address):

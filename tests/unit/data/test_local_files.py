@@ -225,19 +225,6 @@ def test_hidden_files_at_a_url_are_no_documents(pattern):
         memory.rm("/hidden", recursive=True)
 
 
-@pytest.mark.parametrize("prefix", ["", "file://", "memory://"])
-def test_a_folder_of_save_to_disk_is_refused_with_the_way_to_convert_it(prefix, tmp_path):
-    fs, corpus = fsspec.url_to_fs(f"{prefix}{tmp_path}/corpus")
-    fs.makedirs(f"{corpus}/saved")
-    for name in ("a.jsonl", "saved/state.json", "saved/dataset_info.json", "saved/data.arrow"):
-        fs.pipe(f"{corpus}/{name}", b"{}")
-    try:
-        with pytest.raises(ConfigError, match=r"load_from_disk.*corpus/saved.*to_parquet"):
-            local_files(local(f"{prefix}{tmp_path}/corpus"))
-    finally:
-        fs.rm(corpus, recursive=True)
-
-
 # What cannot be read
 
 
@@ -249,8 +236,8 @@ def test_a_link_to_nothing_is_named(pattern, corpus):
     with pytest.raises(ConfigError) as error:
         local_files(local(corpus / pattern))
     assert str(error.value) == (
-        f'data.path = "{corpus / pattern}": {link} is a link to ../blobs/0123, which is not there;'
-        " restore that, or remove the link"
+        f'data.path = "{corpus / pattern}": {link} cannot be read: No such file or directory; use a'
+        " path without it, or make it readable"
     )
     assert names(local(corpus / "[ab].jsonl")) == ["a.jsonl"]
     link.rename(corpus / ".hidden")
@@ -289,19 +276,8 @@ def test_what_a_file_system_has_at_its_root_is_no_part_of_a_corpus(corpus, monke
 
 def test_a_link_of_a_pattern_to_a_folder_that_is_gone_is_named(corpus):
     (corpus / "more").symlink_to("gone")
-    with pytest.raises(ConfigError, match=f"{corpus}/more is a link to gone, which is not there"):
+    with pytest.raises(ConfigError, match=f"{corpus}/more cannot be read: No such file"):
         local_files(local(corpus / "*/*.jsonl"))
-
-
-def test_a_name_that_is_not_utf8_is_refused(corpus):
-    other = os.fsencode(corpus) + b"/caf\xe9.txt"
-    with open(other, "w") as file:
-        file.write("a document")
-    with pytest.raises(
-        ConfigError, match=r"b'caf\\xe9\.txt' is not the name of a document.*rename"
-    ):
-        local_files(local(corpus))
-    assert names(local(corpus / "*.jsonl")) == ["a.jsonl"]
 
 
 # At a URL

@@ -18,7 +18,6 @@ from titan_lite.config import ConfigError, Data, load_config, to_toml
 from titan_lite.config.errors import shown
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source
-from titan_lite.data.files import local_files
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.logging import events, logger
@@ -80,12 +79,6 @@ def test_a_recipe_is_written_without_secrets_and_read_with_them():
         assert "http://***@host/corpus" in written
     assert config.data.sources[0].path == URL
     assert config.data.source_names() == ["corpus"]
-
-
-def test_a_masked_path_is_no_path():
-    for path in ("http://***@host/a.jsonl", "http://host/a.jsonl?token=***"):
-        with pytest.raises(ConfigError, match=r'data\.path = "http.*use the complete URL'):
-            local_files(local(path))
 
 
 def test_the_identity_of_a_run_has_no_secret_and_compares_the_rest(corpus):

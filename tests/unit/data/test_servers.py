@@ -207,15 +207,3 @@ def test_a_hub_that_is_away_is_asked_again(clock, monkeypatch):
     source = build_source(Data(dataset="c4", shuffle=False), split="train", seed=0)
     assert texts(source, 5) == list("01234")
     assert clock.waits == [0.5, 1, 2, 4]
-
-
-def test_a_hub_that_is_lost_within_a_shard_is_one_line(monkeypatch):
-    def generate():
-        yield {"text": "a"}
-        raise ConnectionError("Server Disconnected")
-
-    stream = datasets.IterableDataset.from_generator(generate)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
-    source = build_source(Data(dataset="c4", shuffle=False), split="train", seed=0)
-    with pytest.raises(MachineError, match=r"c4 shard 0 cannot be read on the hub \(.*Server Disc"):
-        texts(source, 5)
