@@ -6,7 +6,6 @@ All runs compare parameters and optimizer state of their groups every step.
 """
 
 import os
-import re
 import signal
 import time
 from contextlib import contextmanager
@@ -31,7 +30,8 @@ OPTIONS = [
     "--training.compare_replicas_freq=1",
     "--fault_tolerance.timeout_seconds=10",
 ]
-SAME = "--training.compare_replicas_freq=1"  # as in OPTIONS
+
+
 ENDLESS = steps(1_000_000)  # until a signal: however fast the machine is, there is a next step
 SAME_LOSS = 2e-5  # a sum over groups has another order; relative
 
@@ -221,44 +221,6 @@ def test_when_all_groups_are_lost_the_run_goes_on_from_its_newest_step(tmp_path)
     assert position(folder, last) == position(tmp_path / "alone", last)
 
 
-@pytest.mark.release
-@pytest.mark.parametrize(
-    ("takes_a_place", "option", "message"),
-    [
-        (True, "--optimizer.lr=1e-5", r"optimizer.lr differs: 0.002 in group 0 on .*, 1e-05 in"),
-        (False, SAME, "group 1: 3 groups take part, and fault_tolerance"),
-    ],
-    ids=["recipe", "one too many"],
-)
-def test_a_group_that_does_not_belong_is_refused_and_the_others_go_on(
-    takes_a_place, option, message, tmp_path
-):
-    folder = tmp_path / "run"
-    with groups(folder, *ENDLESS) as job:
-        job.until("2 of 2 groups take part")
-        if takes_a_place:
-            for pid in ranks(job, 1):
-                os.kill(pid, signal.SIGSTOP)
-            job.until(r"group 0\] 1 of 2 groups take part from step \d+ on, 2 before")
-        address = next(
-            variable
-            for variable in Path(f"/proc/{ranks(job, 0)[0]}/environ").read_text().split("\0")
-            if variable.startswith("TORCHFT_LIGHTHOUSE=")
-        ).partition("=")[2]
-        command = python("-m", "titan_lite.launch", DEBUG, "--job.dump_folder", folder)
-        other = [option, f"--fault_tolerance.lighthouse={address}"]
-        variables = {"NCOPIES": 2, "COPY": 1, "NGPU": 1, "PYTHONSAFEPATH": 1}
-        done = run(*command, *OPTIONS, *ENDLESS, *other, cwd=tmp_path, **variables)
-        assert done.returncode == 2
-        assert re.search(f"error: .*{message}", done.stdout)
-        goes_on(job, folder)
-        if takes_a_place:
-            for pid in ranks(job, 1):
-                os.kill(pid, signal.SIGCONT)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.ended() == 75
-
-
 @contextmanager
 def lone_groups(tmp_path, *options):
     """Return a context with two groups that are started one by one, and a lighthouse."""
@@ -303,36 +265,3 @@ def test_without_a_lighthouse_a_group_is_refused_before_it_starts(tmp_path):
     assert done.returncode == 2
     assert "fault_tolerance.lighthouse" in done.stdout
     assert "Traceback" not in done.stdout
-
-
-@pytest.mark.release
-@pytest.mark.timeout(1800)
-def test_a_group_of_two_ranks_is_killed_twenty_times_at_any_moment(tmp_path):
-    """In its steps, while it starts and joins, and while the other one saves."""
-    import random
-
-    chosen = random.Random(0)
-    folder = tmp_path / "run"
-    with groups(folder, *ENDLESS, *every(10), ngpu=2) as job:
-        job.until("2 of 2 groups take part")
-        (first,) = processes(job, "titan_lite.launch", group=0)
-        killed = 0
-        while killed < 20:
-            time.sleep(chosen.uniform(0.2, 20))
-            if alive := ranks(job, 1):
-                os.kill(chosen.choice(alive), signal.SIGKILL)
-                killed += 1
-            assert processes(job, "titan_lite.launch", group=0) == [first]
-        joined = job.output.count("resumes from step")
-        deadline = time.monotonic() + 300
-        while job.output.count("resumes from step") == joined:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-        goes_on(job, folder, more=20)
-        job.process.send_signal(signal.SIGTERM)
-        assert job.ended() == 75
-    assert "are not equal" not in job.output
-    last = newest(folder)
-    assert sorted(read_metrics(folder / "metrics.jsonl")) == list(range(1, last + 1))
-    alone(tmp_path / "alone", *steps(last, schedule=1_000_000), *every(last))
-    assert position(folder, last) == position(tmp_path / "alone", last)

@@ -120,7 +120,8 @@ def test_loads_are_of_the_steps_that_counted_since_the_last_ones():
     assert balance.loads() is None
 
 
-def test_experts_without_a_token_are_named():
+def test_experts_without_a_token_are_named(monkeypatch, caplog):
+    monkeypatch.setattr(expert_balance.dist, "get_rank", lambda: 0)
     m = model()
     first, *_ = routers_of(m).values()
     first.expert_bias = torch.tensor([9.0, 0, 0, 8.0, 0])
@@ -130,6 +131,11 @@ def test_experts_without_a_token_are_named():
     loads = balance.loads()
     assert loads.idle[0] == [1, 2, 4]
     assert loads.relative[0].tolist() == [2.5, 0, 0, 2.5, 0]
+    forward(m)
+    balance.before_update(COUNTED)
+    balance.metrics(range(1, 3), None)
+    line = "steps 1 to 2: experts without a token (experts.balance): layers.0: 1, 2, 4"
+    assert caplog.messages[0].startswith(line)
 
 
 def test_the_scale_is_that_of_the_steps_tokens():

@@ -147,6 +147,19 @@ def test_what_another_group_sends_is_taken_whole(monkeypatch):
     assert groups.trainer.metrics.lines == beside[LINES]
     assert taken == {**sent, "weight": [1.0, 1.0, 1.0]}
     assert events.step == 7
+    groups.identity = identity_of(identity("--optimizer.lr=1e-5"), 1, "here")
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr differs: 0\.002 in group 0 on"):
+        groups.load(GroupState({"weight": torch.zeros(3)}, {**beside, **sent}))
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_group_that_is_one_too_many_is_refused_unless_it_has_trained():
+    groups = group_at(5, Disk(), steps=0, config=SimpleNamespace(replica_groups=2))
+    groups.living = 3
+    with pytest.raises(ConfigError, match=r"^group 1: 3 groups take part, and fault_tolerance"):
+        groups.check_others()
+    groups.steps = 1
+    assert groups.check_others()
 
 
 class Disk:
