@@ -3,15 +3,13 @@ rank and parameter.
 """
 
 import io
-import math
 import re
 from contextlib import redirect_stderr, redirect_stdout
 
-import pytest
 import torch
 from commands import train
 from ranks import run_ranks
-from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
+from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.hooks import Hook
 from titan_lite.train import main
@@ -38,10 +36,6 @@ def noise(trainer):
 
 def a_bit_of_a_norm(trainer):
     trainer.parameters["layers.1.ffn_norm.weight"].to_local().view(torch.int32)[-1] ^= 1
-
-
-def an_unused_row(trainer):
-    trainer.parameters["tok_embeddings.weight"].to_local()[-1, 3] = math.nan
 
 
 def broken(folder, options, fault, rank=1, at=3):
@@ -106,37 +100,3 @@ def test_a_bit_of_a_norm_under_tensor_parallelism_is_seen_every_so_many_steps(tm
         "error: step 3: rank 0 and rank 1 have different copies of layers.1.ffn_norm.weight; so"
     )
     assert logged == ["1", "2"]
-
-
-def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
-    line, _ = refused(2, tmp_path, [*OPTIONS, "--checkpoint.async_mode=async"], an_unused_row)
-    assert line.startswith(
-        "error: step 4: tok_embeddings.weight is not finite on rank 1; so nothing was saved"
-    )
-
-
-DEGREES = {
-    "hsdp": PURE_DDP,
-    "ddp-tp": [*PURE_DDP, *TENSOR, *AOT_EAGER],
-    "ddp-cp": [*PURE_DDP, "--parallelism.context_parallel_degree=2", *AOT_EAGER],
-    "tp-cp": [*TENSOR, "--parallelism.context_parallel_degree=2"],
-    "ddp-pp": [*PURE_DDP, "--parallelism.pipeline_parallel_degree=2"],
-    "tp-zbv": [
-        *TENSOR,
-        "--parallelism.pipeline_parallel_degree=2",
-        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-    ],
-}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("layout", DEGREES)
-def test_copies_are_equal_to_the_bit_on_every_layout(layout, tmp_path):
-    options = [
-        "--training.compare_replicas_freq=1",
-        "--checkpoint.no-enable",
-        "--training.global_batch_size=16",
-    ]
-    assert (
-        train(4, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode == 0
-    )

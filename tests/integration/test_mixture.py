@@ -1,30 +1,17 @@
-"""The mixture of docs/data.md trains with every default and goes on, and its report shows the
-sources; figures on any layout.
-"""
+"""The mixture of docs/data.md trains with every default and goes on; figures on any layout."""
 
 import json
 import re
 
 import pyarrow
 import pytest
-from commands import python, run, script, train
+from commands import run, script, train
 from pages import ALL, blocks
-from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_WORKERS, ROOT, SMALL, steps
+from tiny import DEBUG, NO_CHECKPOINT, NO_WORKERS, SMALL, steps
 
 from titan_lite.metrics.run_files import read_metrics
 
 (MIXTURE,) = (block for block in blocks(ALL, "toml") if "[[data.sources]]" in block)
-FAKE = """import json, pathlib
-class Run:
-    def define_metric(self, *names, **options): pass
-    def log(self, values): LOG.open("a").write(json.dumps(values) + "\\n")
-    def finish(self): pass
-def init(*, dir, config, **options):
-    global LOG
-    LOG = pathlib.Path(dir) / "wandb.log"
-    LOG.write_text(json.dumps(config) + "\\n")
-    return Run()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +35,7 @@ def recipe(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources(recipe, tmp_path):
-    (tmp_path / "packages/wandb").mkdir(parents=True)
-    (tmp_path / "packages/wandb/__init__.py").write_text(FAKE)
+def test_the_mixture_of_the_pages_trains_and_resumes(recipe, tmp_path):
     folder = tmp_path / "out"
     short = [
         "--training.seq_len=64",
@@ -63,12 +48,7 @@ def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_source
     assert re.search(r"source web: 70% of the tokens; 1 file, 0\.0\d MiB", first.stdout)
     assert re.search(r"source code: 30% of the tokens; 1 file, 0\.\d\d MiB", first.stdout)
     assert list((folder / "tb").glob("events.*"))
-    packages = f"{ROOT}:{tmp_path / 'packages'}"
-    second = run(
-        *script(folder, *short, *steps(10), "--metrics.enable_wandb"),
-        CONFIG_FILE=recipe,
-        PYTHONPATH=packages,
-    )
+    second = run(*script(folder, *short, *steps(10)), CONFIG_FILE=recipe)
     assert second.returncode == 0
     assert "steps: 5 done of 10" in second.stdout
     rows = read_metrics(folder / "metrics.jsonl")
@@ -81,21 +61,6 @@ def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_source
             "loss_by_source/code",
             "validation_loss_by_source/web",
         } <= rows[step].keys()
-    config, *logged = map(json.loads, (folder / "wandb.log").read_text().splitlines())
-    assert [source["weight"] for source in config["data.sources"]] == [0.7, 0.3]
-    assert {
-        name: value
-        for name, value in rows[10].items()
-        if "by_source" in name and "valid" not in name
-    }.items() <= (
-        next(values for values in logged if values["step"] == 10 and "loss" in values).items()
-    )
-    assert run(*python("-m", "titan_lite", "report", folder)).returncode == 0
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    table = page.partition("<h2>Sources</h2>")[2].partition("</table>")[0]
-    assert re.findall(r"<td[^>]*>([a-z]+)</td>", table) == ["web", "code"]
-    assert f"{rows[10]['loss_by_source/web']:.4f}" in table
-    assert f"{rows[10]['validation_loss_by_source/code']:.4f}" in table
 
 
 OPTIONS = [
@@ -135,25 +100,12 @@ LAYOUTS = {
         "--parallelism.pipeline_parallel_degree=2",
         "--training.loss_chunk_tokens=20",
     ],
-    "cp x dp": [
-        "--parallelism.context_parallel_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
-    ],
-    "tp compiled": [
-        "--parallelism.tensor_parallel_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
-        *AOT_EAGER,
-    ],
 }
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "tp x pp",
-        pytest.param("tp x pp, loss in chunks", marks=pytest.mark.slow),
-        *(pytest.param(layout, marks=pytest.mark.release) for layout in list(LAYOUTS)[2:]),
-    ],
+    ["tp x pp", pytest.param("tp x pp, loss in chunks", marks=pytest.mark.slow)],
 )
 def test_figures_by_source_are_the_same_on_every_layout(layout, recipe, alone, tmp_path):
     assert train(4, recipe, tmp_path, *OPTIONS, *LAYOUTS[layout]).returncode == 0

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 
-import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -121,36 +120,3 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_p
     assert metrics[2]["grad_norm"] is None  # JSON has no infinity
     assert [metrics[step]["skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 2, 2, 2]
     assert math.isfinite(metrics[6]["validation_loss"])
-
-
-def test_max_nonfinite_steps_in_a_row_end_the_run(tmp_path):
-    for changed, _, message, _ in run_ranks(
-        2, with_faults, tmp_path, INFINITE, Infinite(3, 4, 5), init=False
-    ):
-        assert changed == {1: True, 2: True, 3: False}
-        assert "2 steps in a row" in message
-        assert "training.max_nonfinite_steps" in message
-        assert "parameters are those of step 2" in message
-
-
-class NotANumber(Hook):
-    """In one gradient of one rank, of the pipeline's last stage, in a step that is not logged."""
-
-    def on_gradients(self, step, parameters):
-        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-            next(iter(parameters.values())).grad.to_local()[0] = math.nan
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    "kind", ["pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"]
-)
-def test_a_gradient_of_one_rank_that_is_no_number_skips_the_step_everywhere(kind, tmp_path):
-    options = [f"--parallelism.{kind}_degree", "2", *steps(4)]
-    for changed, _, message, parameters in run_ranks(
-        4, with_faults, tmp_path, options, NotANumber(), init=False
-    ):
-        assert changed == {1: True, 2: False, 3: True, 4: True}
-        assert message == ""
-        assert parameters.isfinite().all()
-    assert read_metrics(tmp_path / "metrics.jsonl")[4]["skipped_steps"] == 1

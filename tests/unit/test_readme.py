@@ -67,9 +67,7 @@ def test_fragments_are_those_of_github():
 # it is
 TRAINED = {
     '"../prepared/books"': "test_its_commands_train_resume_and_export",
-    "[[data.sources]]": (
-        "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources"
-    ),
+    "[[data.sources]]": "test_the_mixture_of_the_pages_trains_and_resumes",
     "training.global_batch_size = 256": "test_one_command_is_to_the_bit_the_phases_by_hand",
     "Llama-3.1-8B": "test_a_recipe_of_the_pages_goes_on_from_weights",
     "Qwen3-30B-A3B": (
