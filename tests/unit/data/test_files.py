@@ -58,27 +58,10 @@ def as_parquet(texts, kind=None):
     return out.getvalue()
 
 
-def compressed(content, suffix):
-    if suffix == ".gz":
-        return gzip.compress(content[: len(content) // 2]) + gzip.compress(
-            content[len(content) // 2 :]
-        )  # as of pigz and cat
-    if suffix == ".zst":
-        halves = content[: len(content) // 2], content[len(content) // 2 :]
-        return b"".join(pyarrow.compress(half, codec="zstd", asbytes=True) for half in halves)
-    return content
-
-
 def test_lines_of_json_go_by_the_name_of_json_as_well(tmp_path):
     (tmp_path / "c4-train.00000.json.gz").write_bytes(gzip.compress(as_jsonl(TEXTS)))
     (tmp_path / "d.json").write_bytes(b"\xef\xbb\xbf" + as_jsonl(["after a byte order mark"]))
     assert documents(local(tmp_path)) == [*TEXTS, "after a byte order mark"]
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    for name in ("a.json", "b.jsonl"):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + as_jsonl(GOOD))
-    assert documents(local(tmp_path)) == GOOD * 2
 
 
 def test_a_parquet_file_is_read_by_row_groups(tmp_path):
@@ -155,22 +138,6 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
         2,
     ),
     ("a file cut short", "a.jsonl", lines()[:-5], "line 2", "not JSON", 1),
-    (
-        "a file cut short",
-        "a.jsonl.gz",
-        gzip.compress(lines() + b" " * 10_000)[:-9],
-        "line 3",
-        "cannot be read from here on",
-        2,
-    ),
-    (
-        "no gzip",
-        "a.jsonl.gz",
-        lines(),
-        "line 1",
-        "cannot be read from here on (BadGzipFile: Not a gzipped file",
-        0,
-    ),
     ("bad UTF-8", "a.txt", b"fine \xc3(", "whole", "not UTF-8 (byte 5", 0),
     ("UTF-16", "a.txt", "caf\u00e9".encode("utf-16-le")[:6], "whole", "NUL characters, as in", 0),
     (

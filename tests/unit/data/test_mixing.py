@@ -363,6 +363,9 @@ def test_every_epoch_has_every_document_once_wherever_it_is_begun(
     texts = [f"{number} {text}" for number, text in enumerate(texts)]
     write(folder / "a.jsonl", texts[::2])
     write(folder / "b.jsonl", texts[1::2])
+    with open(folder / "b.jsonl", "ab") as file:
+        file.write(b'\n  \n{"text": "no newline at the end"}')
+    texts.append("no newline at the end")
     data = Data(
         dataset="local",
         path=str(folder),
@@ -378,6 +381,9 @@ def test_every_epoch_has_every_document_once_wherever_it_is_begun(
         assert sorted(
             text for _, text in three[epoch * len(texts) : (epoch + 1) * len(texts)]
         ) == sorted(texts)
+    if not shuffle:
+        in_order = [*texts[:-1:2], *texts[1:-1:2], texts[-1]]
+        assert [text for _, text in three] == 3 * in_order
     for place, (ordinal, _) in enumerate(three):
         rest = list(
             itertools.islice(
