@@ -55,12 +55,7 @@ def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
     [
         (["--hardware", "h101"], ["--hardware h101", "H100", ".toml"]),
         (["--hardware", "mine.toml"], ["--hardware mine.toml", "no such file"]),
-        (["--compile.machine=h101"], ['error: compile.machine = "h101" is not a profile', "H100"]),
         (["--world-size", "0"], ["--world-size: 0", "such as 8"]),
-        (
-            ["--world-size", "6", "--parallelism.tensor_parallel_degree=4"],
-            ["tp 4", "6 ranks", "start 8 ranks"],
-        ),
         (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 15e12 or 15T"]),
         (["--tokens", "nanT"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
@@ -86,18 +81,6 @@ def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
             ["float8.enable = true: A100 has no peak of float8", "use --float8.no-enable"],
         ),
         (["--search", "--json"], ["--json", "not allowed with", "--search"]),
-        (
-            [
-                "--float8.enable",
-                "--float8.recipe=rowwise",
-                "--training.mixed_precision_param=float32",
-            ],
-            [
-                'float8.recipe = "rowwise"',
-                "in bfloat16 alone",
-                'mixed_precision_param = "bfloat16"',
-            ],
-        ),
     ],
 )
 def test_what_is_wrong_is_a_sentence_each(arguments, words, capsys):

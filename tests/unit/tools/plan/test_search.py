@@ -414,40 +414,22 @@ def test_the_tokens_of_a_step_are_the_recipes():
 
 QUICK = ("FSDP", "1F1B", "ZBVZeroBubble, full")
 STAGES = "parallelism.pipeline_parallel_degree=2 training.local_batch_size=4"
-SCHEDULE = f"{STAGES} parallelism.pipeline_parallel_schedule"
 BOUNDED = {  # name: (ranks, options)
-    "alone": (1, ""),
-    "in float32, alone": (1, "training.mixed_precision_param=float32"),
     "FSDP": (4, ""),
-    "FSDP, eager": (4, "compile.no-enable"),
-    "recomputed": (4, "activation_checkpoint.mode=full"),
-    "selective, eager": (4, "activation_checkpoint.mode=selective compile.no-enable"),
     "selective": (4, "activation_checkpoint.mode=selective"),
-    "every second matmul": (
-        4,
-        "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op/2",
-    ),
-    "accumulation": (2, "training.global_batch_size=16"),
-    "accumulation, each microbatch": (
-        2,
-        "training.global_batch_size=16 parallelism.fsdp_communication=microbatch",
-    ),
-    "copies": (4, "parallelism.data_parallel_replicate_degree=4"),
     "compressed": (
         4,
         "parallelism.data_parallel_replicate_degree=2 parallelism.replicate_compression=powersgd",
     ),
     "TP": (4, "parallelism.tensor_parallel_degree=2"),
     "1F1B": (4, STAGES),
-    "as few microbatches as ranks": (2, f"{STAGES} training.local_batch_size=2"),
-    "tied": (4, "model.tied_embeddings=yes"),
     "tied, 1F1B": (4, f"{STAGES} model.tied_embeddings=yes model.vocab_size=128256"),
-    "tied, V-shaped": (4, f"{SCHEDULE}=ZBVZeroBubble model.tied_embeddings=yes"),
-    "interleaved": (2, f"{SCHEDULE}=Interleaved1F1B parallelism.fsdp_communication=microbatch"),
-    "ZBVZeroBubble, full": (4, f"{SCHEDULE}=ZBVZeroBubble activation_checkpoint.mode=full"),
-    "DualPipeV": (4, f"{SCHEDULE}=DualPipeV"),
+    "ZBVZeroBubble, full": (
+        4,
+        f"{STAGES} parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+        " activation_checkpoint.mode=full",
+    ),
     "float8 gathered": (2, "float8.enable float8.all_gather training.global_batch_size=16"),
-    "Muon": (4, "optimizer.name=Muon"),
 }
 
 
