@@ -10,14 +10,11 @@ compile_fx_inner, which is stopped where the code is written. To be called in a 
 interpreter.
 """
 
-import ast
 import contextlib
 import copy
 import ctypes
 import dataclasses
 import functools
-import runpy
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +35,7 @@ from torch.distributed import _symmetric_memory
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _triton
-from wrapper_code import Replay, triton_kernels
+from wrapper_code import Replay
 
 from titan_lite.compile import backends
 from titan_lite.compile.graph_passes import GraphPasses, choose_passes
@@ -390,46 +387,3 @@ def _cuda_there() -> Iterator[None]:
                     mock.patch.object(owner, name, staticmethod(value), create=True)
                 )
         yield
-
-
-def compile_kernels(segment: Segment, capability: int) -> dict[str, int]:
-    """Bytes of machine code of each kernel of a segment, by triton's own assembler.
-
-    capability: 90 for an H100, 100 for a B200.
-    """
-    import triton
-    from torch._inductor.runtime import triton_helpers
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    target = GPUTarget("cuda", capability, 32)
-    driver = SimpleNamespace(
-        get_current_target=lambda: target,
-        get_current_device=lambda: 0,
-        get_active_torch_device=lambda: CUDA,
-    )
-    triton.runtime.driver.set_active(driver)
-    compiled = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(triton_helpers, "set_driver_to_gpu"),
-    ):
-        for name, text in triton_kernels(ast.parse(segment.source)):
-            path = Path(folder) / f"{name}.py"
-            path.write_text(text)  # triton reads a function's source from its file
-            kernel = runpy.run_path(str(path))[name]
-            first, meta, names = kernel.configs[0], kernel.triton_meta, kernel.fn.arg_names
-            constants = {**meta.get("constants", {}), **first.kwargs}
-            signature = {
-                each: "constexpr" if each in constants else meta["signature"].get(each, "constexpr")
-                for each in names
-            }
-            values = {
-                (names.index(each),): value for each, value in constants.items() if each in names
-            }
-            source = ASTSource(kernel.fn, signature, values, meta["configs"][0])
-            options = {"num_warps": first.num_warps, "num_stages": first.num_stages}
-            compiled[name] = len(
-                triton.compile(source, target=target, options=options).asm["cubin"]
-            )
-    return compiled

@@ -1,5 +1,5 @@
-"""Float8 matmuls and gathers on every layout: the loss and gradients of one process, and half the
-bytes.
+"""Float8 matmuls and gathers on every layout: the loss and gradients of one process, and tokens in
+half the bytes.
 
 A scale depends on all numbers that share it, so other ranks round activations and gradients
 otherwise. With fixed scales, float32 gradients are within 1e-5 of one process; with real ones,
@@ -19,7 +19,6 @@ from tiny import FIRST_FAMILY, OF_FAMILY, of_family, slow_unless_first
 from titan_lite.config.families import ModelConfig
 from titan_lite.cost.profiles import PROFILES
 from titan_lite.distributed import parallelize, tensor_parallel
-from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.dtensor import local
 from titan_lite.features.float8 import linear, weights
 from titan_lite.features.float8 import tokens as float8_tokens
@@ -254,59 +253,6 @@ def test_a_scale_is_that_of_the_whole_weight(degrees):
         assert len(found) == 14
         assert found == pytest.approx(full, rel=1e-6)
         assert found != pytest.approx(own, rel=1e-3)
-
-
-def gathered_bytes(float8):
-    """Bytes of an eager step's all-gathers, by whether they are float8; of those in reports;
-    numbers in the blocks' matrices.
-    """
-    mesh = make_mesh(1, 2)
-    tokens, labels = batch()
-    reports, counts, start = [], {True: 0, False: 0}, ShardSpec.start_gather_of
-
-    def noted(plan, *arguments):
-        started = start(plan, *arguments)
-        counts[plan.gather_dtype == torch.uint8] += started.tensor.nbytes
-        return started
-
-    ShardSpec.start_gather_of = noted
-    for compiled in ({}, dict(AOT, bucketing="block", reports=reports)):
-        stage = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
-        step(
-            stage,
-            mesh,
-            my_microbatches(mesh, tokens, labels),
-            (labels != -100).sum(),
-            gradient=False,
-        )
-    matrices = sum(
-        each.numel()
-        for fqn, each in stage.model.named_parameters()
-        if fqn.startswith("layers.") and each.dim() == 2
-    )
-    received = sum(
-        each.nbytes for report in reports for each in report.after if each.kind == "all_gather"
-    )
-    return counts, received, matrices
-
-
-def gathered_both_ways():
-    found = []
-    for recipe in (GATHERED, None):
-        with mock.patch.object(ShardSpec, "start_gather_of", ShardSpec.start_gather_of):
-            found.append(gathered_bytes(recipe))
-    return found
-
-
-@pytest.mark.slow
-def test_blocks_are_gathered_in_half_the_bytes():
-    in_float8, without = run_ranks(2, gathered_both_ways)[0]
-    counts, received, matrices = in_float8
-    plain, plain_received, _ = without
-    assert counts[True] == 2 * matrices  # one byte each, in forward and in backward
-    assert plain[True] == 0
-    assert plain[False] - counts[False] == 2 * counts[True]
-    assert plain_received - received == plain[False] - sum(counts.values())
 
 
 def token_gathers():

@@ -22,17 +22,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.config import Config, ConfigError
-from titan_lite.config.families import LLAMA3
+from titan_lite.config import ConfigError
 from titan_lite.distributed.mesh import axis_of
 from titan_lite.distributed.tensor_parallel import STYLES, apply_tensor_parallel
 from titan_lite.models.loss import VocabularyShard, cross_entropy, cross_entropy_on_ranks
 from titan_lite.models.transformer import Transformer
-from titan_lite.optim.build import build_optimizer
 
 TIED = dataclasses.replace(HEADS, tied_embeddings=True)
-DEBUG = dataclasses.replace(LLAMA3.flavors["debug"], max_seq_len=16)
-FLAVOR_PARAMETERS = 5_770_496
+
+
 LAYOUTS = {  # dp_replicate, dp_shard, tp
     "tp4": (1, 1, 4),
     "dp2tp2": (1, 2, 2),
@@ -142,15 +140,15 @@ def what_a_rank_holds():
     stage = build(HEADS, mesh)
     with Shapes() as shapes:
         stage(tokens, labels=labels).sum().backward()
-    held = {fqn: parameter.to_local().numel() for fqn, parameter in stage.model.named_parameters()}
-    return (
-        shapes.seen,
-        held,
-        {fqn: parameter.numel() for fqn, parameter in stage.model.named_parameters()},
-    )
+    held, whole = {}, {}
+    for fqn, parameter in stage.model.named_parameters():
+        storages = (each.to_local().untyped_storage() for each in (parameter, parameter.grad))
+        (nbytes,) = {storage.nbytes() for storage in storages}
+        held[fqn], whole[fqn] = nbytes / 4, parameter.numel()
+    return shapes.seen, held, whole
 
 
-def test_no_rank_holds_full_logits_and_each_holds_half_of_the_weights():
+def test_no_rank_holds_full_logits_and_each_holds_half_of_the_weights_and_gradients():
     for rank, (shapes, held, whole) in enumerate(run_ranks(2, what_a_rank_holds)):
         own = 31 if rank == 0 else 30
         assert (8, 16, own) in shapes
@@ -163,44 +161,6 @@ def test_no_rank_holds_full_logits_and_each_holds_half_of_the_weights():
                 assert numbers == own * 32
             else:
                 assert numbers == whole[fqn] / 2
-
-
-def bytes_held(layout):
-    """(of parameters, gradients and optimizer state on this rank, of those of blocks' weights, as
-    if there were one rank).
-    """
-    mesh = make_mesh(*layout)
-    tokens, labels = batch(vocab_size=DEBUG.vocab_size)
-    stage = build(DEBUG, mesh)
-    optimizer = build_optimizer(Config(), dict(stage.model.named_parameters()))
-    step(stage, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
-    optimizer.step()
-    held, blocks, whole = 0, 0, 0
-    for fqn, parameter in stage.model.named_parameters():
-        state = [value for value in optimizer.state_of(parameter).values() if value.dim()]
-        tensors = [parameter.detach(), parameter.grad, *state]
-        local = sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
-        held += local
-        whole += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        blocks += local if fqn.startswith("layers.") and "norm" not in fqn else 0
-    return held, blocks, whole
-
-
-def bytes_of_layouts():
-    return [bytes_held(layout) for layout in ((1, 2, 1), (1, 1, 2))]
-
-
-def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state():
-    weights = sum(
-        p.numel()
-        for n, p in Transformer(DEBUG).named_parameters()
-        if n.startswith("layers.") and "norm" not in n
-    )
-    for sharded, split in run_ranks(2, bytes_of_layouts):
-        held, _, whole = sharded
-        assert whole == 16 * FLAVOR_PARAMETERS  # float32: the parameter, its gradient, two moments
-        assert whole / 2 <= held <= 1.1 * whole / 2
-        assert split[1] == 16 * weights / 2
 
 
 def loss_alone():

@@ -4,12 +4,11 @@ refused. A world of one.
 
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import flip
 from tiny import DEBUG
 
 from titan_lite.checkpoint.lock import StepHold, not_held
@@ -91,28 +90,6 @@ def test_a_branch_that_is_closed_holds_nothing(trunk):
         assert is_free
 
 
-HOLDS = """
-import os, sys, time
-from pathlib import Path
-from titan_lite.checkpoint.lock import StepHold
-
-assert StepHold(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_branch_that_was_killed_holds_nothing(trunk):
-    command = [sys.executable, "-c", HOLDS, trunk.path_of(1)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        with not_held(trunk.path_of(1)) as is_free:
-            assert not is_free
-        process.kill()
-    with not_held(trunk.path_of(1)) as is_free:
-        assert is_free
-
-
 def test_a_branch_does_not_hold_a_step_that_is_being_deleted_and_says_so(trunk, caplog):
     with not_held(trunk.path_of(1)):
         branch_of(trunk, 1).lock_on_first()
@@ -144,18 +121,10 @@ def test_a_branch_from_no_checkpoint_is_refused(trunk, tmp_path):
     )
     run = of(tmp_path / "branch", branch_from=str(tmp_path / "trunk"))
     assert refusal(run).endswith(f"state.json is missing; {known}")
-    (trunk.path_of(2) / "__0_0.distcp").write_bytes(b"")
+    flip(trunk.path_of(2) / "__0_0.distcp")
     assert "__0_0.distcp" in refusal(branch_of(trunk, 2))
     nothing = of(tmp_path / "branch", branch_from=str(tmp_path / "nowhere/step-1"))
     assert refusal(nothing).endswith("there is no such folder; use another run's step-N")
-
-
-def test_one_flipped_bit_of_the_step_is_seen(trunk):
-    path = trunk.path_of(2) / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert "__0_0.distcp" in refusal(branch_of(trunk, 2))
 
 
 def test_a_run_that_has_begun_elsewhere_is_refused(trunk, tmp_path):

@@ -18,7 +18,7 @@ from titan_lite.config import ConfigError
 ANOTHER = """
 import os, sys, time
 from pathlib import Path
-from titan_lite.checkpoint.lock import FolderLock, SaveLock
+from titan_lite.checkpoint.lock import FolderLock
 
 lock = FolderLock(Path(sys.argv[1]), "key", "another")
 lock.acquire()
@@ -123,37 +123,6 @@ def test_groups_know_by_a_name_in_the_lock_whether_they_see_the_same_folder(tmp_
     assert first.startswith("http://node0:29510 ")
 
 
-SAVING = """
-import sys, time
-from pathlib import Path
-from titan_lite.checkpoint.lock import SaveLock
-
-lock = SaveLock(Path(sys.argv[1]))
-lock.acquire()
-print("saving", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_group_that_saves_is_known_to_live_until_it_has_ended(tmp_path):
-    own = SaveLock(tmp_path)
-    assert not own.is_held_by_another()
-    command = [sys.executable, "-c", SAVING, tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "saving\n"
-        assert own.is_held_by_another()
-        own.acquire()  # which changes nothing
-        assert own.is_held_by_another()
-        other.kill()
-        other.wait()
-        assert not own.is_held_by_another()
-        own.acquire()
-        assert not own.is_held_by_another()
-        assert SaveLock(tmp_path).is_held_by_another()
-        own.release()
-        assert not SaveLock(tmp_path).is_held_by_another()
-
-
 def test_a_folder_that_is_not_there_has_no_group_that_saves(tmp_path):
     lock = SaveLock(tmp_path / "none")
     lock.acquire()
@@ -173,17 +142,3 @@ def test_groups_are_refused_beside_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SECONDS_TO_SHARE", 0.2)
     with another_run(tmp_path), pytest.raises(ConfigError, match="is in use by another run"):
         shared(tmp_path).acquire(run="http://node0:29510")
-
-
-def test_a_shared_lock_is_free_when_its_process_was_killed_though_a_worker_lives(tmp_path):
-    code = ANOTHER.replace("lock.acquire()", 'lock.acquire(run="run")')
-    command = [sys.executable, "-c", code, tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
-        try:
-            assert process.stdout.readline() == "taken\n"
-            assert not is_free(tmp_path)
-            process.kill()
-            process.wait()
-            assert is_free(tmp_path)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)

@@ -35,7 +35,6 @@ from titan_lite.config.errors import MachineError
 from titan_lite.logging import logger
 from titan_lite.manifest import CorruptFileError
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -375,6 +374,16 @@ def test_a_disk_that_fails_sets_no_step_aside(number, name, tmp_path, monkeypatc
     assert os.strerror(number) in str(error.value)
     assert names(tmp_path) == ["step-1", "step-2"]
     assert steps_of.verified_step() == 2
+
+
+def test_a_tensor_is_loaded_in_the_dtype_that_it_has_now(tmp_path):
+    """As moments are, of which a resumed run may change optimizer.state_dtype."""
+    steps_of = save(tmp_path, 1)
+    dtypes = {"half": torch.float32, "optimizer.state.w.exp_avg": torch.bfloat16}
+    found = {name: torch.zeros_like(tensors(0)[name], dtype=each) for name, each in dtypes.items()}
+    steps_of.load(1, found)
+    for name, dtype in dtypes.items():
+        assert torch.equal(found[name], tensors(1)[name].to(dtype))
 
 
 def test_a_disk_that_fails_while_a_step_is_loaded_is_no_damage(tmp_path, monkeypatch):
@@ -737,10 +746,12 @@ def test_others_know_of_a_save_while_it_runs(tmp_path, monkeypatch):
     publish = manifest.publish
 
     def look(*paths):
-        seen.append(second.save_lock.is_held_by_another())
+        second.save_lock.acquire()  # which changes nothing
+        locks = (first.save_lock, second.save_lock)
+        seen.extend(lock.is_held_by_another() for lock in locks)
         publish(*paths)
 
     monkeypatch.setattr(manifest, "publish", look)
     first.save(2, tensors(2), RunState())
-    assert seen == [True]
+    assert seen == [False, True]
     assert not second.save_lock.is_held_by_another()

@@ -79,15 +79,7 @@ GOOD = {
     ("place", "value", "words"),
     [
         (["step"], -1, "greater than or equal to 0"),
-        (["step"], True, "valid integer"),
-        (["tensors"], "model", 'tensors = "model": input should be a valid array'),
-        (["parts"], [], "parts = []: input should be an object"),
         (["identity", "sequences"], "8", 'sequences = "8": input should be a valid integer'),
-        (["identity", "sequences"], -8, "sequences = -8"),
-        (["identity", "shares"], [-0.5], "shares.0 = -0.5"),
-        (["identity", "mesh"], {"pp": 1.5}, "mesh.pp = 1.5"),
-        (["identity", "recipe"], {"job": 5}, "recipe.job = 5"),
-        (["identity", "versions"], {"torch": 2}, "versions.torch = 2"),
     ],
 )
 def test_a_value_of_another_type_or_out_of_bounds_is_named(place, value, words, tmp_path):
@@ -124,16 +116,8 @@ def parts(tmp_path):
     ("name", "change"),
     [
         ("progress", {"step": -1}),
-        ("progress", {"step": "5"}),
-        ("progress", {"tokens_seen": 1.5}),
-        ("progress", {"validation_due": 1}),
-        ("skipped_steps", {"count": None}),
-        ("skipped_steps", {"in_a_row": -1}),
-        ("skipped_steps", {"accepted": ["1.0"]}),
         ("skipped_steps", {"accepted": [math.inf]}),
-        ("skipped_steps", {"skipped": [5]}),
         ("per_source", {"tokens": {"a": -4096}}),
-        ("per_source", {"tokens": 5}),
         ("bad_documents", {"listed": -1}),
     ],
 )

@@ -104,33 +104,13 @@ WRONG = {
         ["--validation.text_field=x"],
         'validation.text_field = "x" has no effect without documents of its own; use',
     ),
-    "no path": (
-        ["--validation.dataset=local"],
-        'validation.dataset = "local" needs validation.path; use one such as path',
-    ),
     "path that is not read": (
         ["--validation.dataset=c4", "--validation.path=V"],
         'validation.path = "V" is not read for validation.dataset = "c4"',
     ),
-    "split of files": (
-        ["--validation.path=V", "--validation.split=test"],
-        'validation.split = "test" is only for datasets of the hub (dataset = "local")',
-    ),
-    "beside sources": (
-        ["--validation.path=V", '--validation.sources=[{dataset = "c4"}]'],
-        'validation.path = "V" is beside validation.sources (command line), which replace it',
-    ),
-    "twice": (
-        ['--validation.sources=[{dataset = "c4"}, {dataset = "c4"}]'],
-        'validation.sources[2].dataset = "c4" has the same documents as validation.sources[1]',
-    ),
     "no file": (
         ["--validation.path=V.absent"],
         'validation.path = "V.absent": no such file',
-    ),
-    "no text": (
-        ["--validation.path=V", "--validation.text_field=txt"],
-        'validation.text_field = "txt" is not a field of',
     ),
     "the files of training": (
         ["--validation.path=T/b.jsonl"],

@@ -1,5 +1,5 @@
-"""Every elementwise optimizer: state by name, skipped and resumed steps, shards, and the bytes that
-its row has.
+"""Every elementwise optimizer: state by name, shards, and the bytes that its row has; of every
+optimizer, skipped and resumed steps.
 """
 
 import math
@@ -19,11 +19,23 @@ LR = 0.02
 
 
 DTYPES = ("float32", "bfloat16")  # of moments
+ALL = [(name, dtype) for name in NAMES for dtype in DTYPES]
+ALL += [("Muon", "float32"), ("Shampoo", "float32")]
 
 
 def config_of(name, dtype="float32"):
     return Optimizer(
-        name=name, lr=LR, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5, state_dtype=dtype
+        name=name,
+        lr=LR,
+        beta1=0.8,
+        beta2=0.9,
+        eps=1e-6,
+        weight_decay=0.5,
+        state_dtype=dtype,
+        # of Shampoo
+        max_preconditioner_dim=16,
+        precondition_frequency=2,
+        start_preconditioning_step=2,
     )
 
 
@@ -101,8 +113,7 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing(name):
     assert_equal(parameters, others)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), ALL)
 def test_steps_after_loading_are_those_without_interruption(name, dtype):
     parameters, optimizer = build(name, dtype=dtype)
     take_steps(parameters, optimizer, [1, 2, 3])
@@ -120,8 +131,7 @@ def test_steps_after_loading_are_those_without_interruption(name, dtype):
     assert_equal(resumed.state_tensors(), optimizer.state_tensors())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), ALL)
 def test_a_step_that_is_skipped_on_the_device_changes_nothing(name, dtype):
     parameters, skipping = build(name, dtype=dtype)
     others, without = build(name, dtype=dtype)

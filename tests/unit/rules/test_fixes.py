@@ -17,7 +17,6 @@ WITHIN_LIST = r"(?![^[]*\])"
 MOE = "model.name=qwen3_moe"
 INTERLEAVED = "parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 COMPILED = "compile.enable=true compile.backend=aot_eager"
-FLOAT8 = "float8.enable=true"
 GROUPS = "fault_tolerance.replica_groups=2"
 POWERSGD = "parallelism.replicate_compression=powersgd"
 SHORTEST = "comm.train_timeout_seconds=2"
@@ -66,14 +65,10 @@ RECIPES = {
         2,
         f"{POWERSGD} replicate=2 steps=200 parallelism.replicate_rank=1000",
     ),
-    "float8 of some layers": (2, f"{FLOAT8} model.hidden_dim=680"),
-    "float8 of layers with tp": (2, f"{FLOAT8} tp=2 model.hidden_dim=688"),
     "float8 of some beside a filter": (
         2,
-        f"{FLOAT8} model.hidden_dim=680 float8.filter_fqns=attention.wk",
+        "float8.enable=true model.hidden_dim=680 float8.filter_fqns=attention.wk",
     ),
-    "float8 of no layer": (2, f"{FLOAT8} float8.filter_fqns=layers"),
-    "float8 gathered": (2, f"{FLOAT8} float8.all_gather=true float8.recipe=rowwise"),
     "fewest groups": (2, f"{GROUPS} fault_tolerance.min_replica_groups=3"),
     "timeout of groups": (2, f"{GROUPS} comm.train_timeout_seconds=60"),
     "groups of groups": (2, f"{GROUPS} replicate=2"),

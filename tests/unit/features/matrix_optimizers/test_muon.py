@@ -1,5 +1,5 @@
-"""Muon: the steps of torch.optim.Muon, what AdamW keeps, a skipped step, and how owners share the
-matrices.
+"""Muon: the steps of torch.optim.Muon, what AdamW keeps, and how owners share the matrices. A skipped
+step, and state that goes on where it was, are in tests/unit/optim/test_elementwise.py.
 """
 
 import numpy as np
@@ -30,10 +30,10 @@ def build(config=MUON, **how):
     return parameters, build_optimizer(Config(optimizer=config), parameters, **how)
 
 
-def set_gradients(parameters, step, scale=1.0):
+def set_gradients(parameters, step):
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters.values():
-        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def take_steps(parameters, optimizer, steps=range(1, 6)):
@@ -107,39 +107,12 @@ def test_the_iteration_is_its_polynomial_of_the_singular_values(shape):
     assert (rounded.double() - expected).norm() < 0.03 * expected.norm()
 
 
-def test_a_skipped_step_changes_nothing():
+def test_the_state_by_name_is_there_before_the_first_step():
     parameters, optimizer = build()
-    take_steps(parameters, optimizer, [1, 2])
-    before = {
-        name: tensor.clone() for name, tensor in (parameters | optimizer.state_tensors()).items()
+    moments = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
+    assert optimizer.state_tensors().keys() == {
+        f"{fqn}.{name}" for fqn in parameters for name in ("step", *moments[is_matrix(fqn)])
     }
-    set_gradients(parameters, 3, scale=float("nan"))
-    optimizer.step(torch.ones(()))
-    after = parameters | optimizer.state_tensors()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    set_gradients(parameters, 3)
-    optimizer.step(torch.zeros(()))
-    assert not any(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_the_state_by_name_is_there_before_the_first_step_and_goes_on_where_it_was():
-    parameters, optimizer = build()
-    other, resumed = build()
-    state = resumed.state_tensors()
-    expected = {
-        f"{fqn}.{name}" for fqn in parameters for name in ("step", *MOMENTS[is_matrix(fqn)])
-    }
-    assert state.keys() == expected
-    take_steps(parameters, optimizer, [1, 2])
-    with torch.no_grad():
-        for name, tensor in (parameters | optimizer.state_tensors()).items():
-            (other | state)[name].copy_(tensor)
-    take_steps(parameters, optimizer, [3, 4])
-    take_steps(other, resumed, [3, 4])
-    assert all(torch.equal(other[fqn], parameter) for fqn, parameter in parameters.items())
-
-
-MOMENTS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 
 
 # Owners

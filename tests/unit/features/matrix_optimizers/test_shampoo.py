@@ -1,5 +1,5 @@
-"""Shampoo: its equations in float64, what AdamW keeps, blocks, a skipped step, and state that goes
-on where it was.
+"""Shampoo: its equations in float64, what AdamW keeps, and blocks. A skipped step, and state that
+goes on where it was, are in tests/unit/optim/test_elementwise.py.
 """
 
 from unittest import mock
@@ -163,27 +163,9 @@ def test_a_gradient_of_zeros_only_decays():
     torch.testing.assert_close(weight.detach(), torch.full((20, 20), 0.99**4))
 
 
-def test_a_skipped_step_changes_nothing():
+def test_the_state_is_there_before_the_first_step():
     parameters, optimizer = build()
-    take_steps(parameters, optimizer, [1, 2])
-    before = {
-        name: tensor.clone() for name, tensor in (parameters | optimizer.state_tensors()).items()
-    }
-    set_gradients(parameters, 3, scale=float("nan"))
-    optimizer.step(torch.ones(()))
-    after = parameters | optimizer.state_tensors()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    for step in (3, 4):
-        set_gradients(parameters, step)
-        optimizer.step(torch.zeros(()))
-    assert not any(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-@pytest.mark.parametrize("saved", [1, 3, 4])
-def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved):
-    parameters, optimizer = build()
-    other, resumed = build()
-    state = resumed.state_tensors()
+    state = optimizer.state_tensors()
     moments = ("exp_avg", "exp_avg_sq")
     names = {True: (*moments, "factor_matrices", "inv_factor_matrices"), False: moments}
     assert state.keys() == {
@@ -196,13 +178,6 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
     assert 4 * kept == sum(
         map(FEATURE.owner_costs(Config(optimizer=SHAMPOO)).kept_bytes, shapes.values())
     )
-    take_steps(parameters, optimizer, range(1, saved + 1))
-    with torch.no_grad():
-        for name, tensor in (parameters | optimizer.state_tensors()).items():
-            (other | state)[name].copy_(tensor)
-    take_steps(parameters, optimizer, range(saved + 1, 7))
-    take_steps(other, resumed, range(saved + 1, 7))
-    assert all(torch.equal(other[fqn], parameter) for fqn, parameter in parameters.items())
 
 
 def computed_roots(parameters, optimizer, step):
