@@ -40,7 +40,7 @@ class Replay:
         self.allocated: list[int] = []  # those that the code allocates, and no operator
         self.buffers: set[str] = set()  # results of operators
         module = ast.parse(source)
-        self.triton = {name for name, _ in triton_kernels(module)}
+        self.triton = set(triton_kernels(module))
         (call,) = (
             node
             for node in ast.walk(module)
@@ -104,16 +104,13 @@ class Replay:
         return next(self.kernels.get(buffer, iter(())), buffer)
 
 
-def triton_kernels(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """(name, source) of the kernels that the wrapper's module defines."""
+def triton_kernels(module: ast.Module) -> Iterator[str]:
+    """Names of the kernels that the wrapper's module defines."""
     for node in ast.walk(module):
         match node:
-            case ast.Assign(
-                targets=[ast.Name(id=name)],
-                value=ast.Call(func=function, args=[_, ast.Constant(value=text), *_]),
-            ):
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=function)):
                 if ast.unparse(function) == "async_compile.triton":
-                    yield name, text
+                    yield name
 
 
 def _line(node: ast.AST) -> str:
