@@ -11,15 +11,15 @@ from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from corpora import documents, local
 from fsspec import AbstractFileSystem
 from fsspec.registry import _registry
 
-from titan_lite.config import ConfigError, Data
+from titan_lite.config import ConfigError
 from titan_lite.config.errors import MachineError
 from titan_lite.data import servers
-from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import check_data
-from titan_lite.data.files import local_files, read_piece, text_of
+from titan_lite.data.files import local_files, read_piece
 from titan_lite.data.listing import Listing, hash_of, list_sources
 
 LINES = [{"text": f"line {number} " + "x" * 1000} for number in range(300)]
@@ -125,20 +125,6 @@ def _once(monkeypatch):
     monkeypatch.setattr(servers, "RETRY_LIMIT", 0)
 
 
-def local(path):
-    return Data(dataset="local", path=path, shuffle=False, validation_fraction=0.0)
-
-
-def texts(data):
-    documents = [
-        text_of(raw, piece, place, data)
-        for piece in Listing(data).pieces
-        for place, raw in read_piece(piece, data)
-    ]
-    assert not any(isinstance(document, BadDocument) for document in documents)
-    return documents
-
-
 @pytest.mark.parametrize(
     ("path", "times"),
     [
@@ -158,11 +144,11 @@ def texts(data):
 def test_files_behind_http_are_read(path, times, address):
     data = local(f"http://{address}/{path}")
     check_data(data)
-    assert texts(data) == [line["text"] for line in LINES] * times
+    assert documents(data) == [line["text"] for line in LINES] * times
 
 
 def test_a_user_and_a_password_are_those_of_the_url(address):
-    assert texts(local(f"http://me:SECRET@{address}/secret/a.jsonl"))[0] == LINES[0]["text"]
+    assert documents(local(f"http://me:SECRET@{address}/secret/a.jsonl"))[0] == LINES[0]["text"]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from corpora import Letters
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import (
@@ -133,15 +133,6 @@ def with_bad_lines(tmp_path):
         max_bad_documents=1000,
         num_workers=0,
     )
-
-
-class Letters:
-    """A tokenizer of one token a character."""
-
-    bos_id, eos_id = 0, 1
-
-    def encode_document(self, text):
-        return np.array([0, *map(ord, text), 1])
 
 
 def loader_of(data, batch_size):

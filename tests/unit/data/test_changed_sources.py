@@ -6,8 +6,8 @@ import itertools
 import json
 from collections import defaultdict
 
-import numpy as np
 import pytest
+from corpora import Letters, write_jsonl
 
 from titan_lite.config import Data, DataSource
 from titan_lite.data.documents import build_source
@@ -27,22 +27,13 @@ PHASES = (
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 1))
 
 
-class Letters:
-    """A tokenizer of one token a character."""
-
-    def encode_document(self, text):
-        return np.array([0, *map(ord, text), 1])
-
-
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     """{name: its folder}; a document's text is unlike any other's."""
     folder = tmp_path_factory.mktemp("corpora")
     for number, name in enumerate(("web", "books", "code")):
-        (folder / name).mkdir()
         texts = [f"{name}{i}" * (i % 23 * (number + 1) + 1) for i in range(150)]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / name / "a.jsonl").write_text(lines)
+        write_jsonl(folder / name / "a.jsonl", texts)
     return folder
 
 

@@ -5,6 +5,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+from corpora import local, write_jsonl
 from identified import identify
 
 from titan_lite.config import ConfigError, Data, DataSource
@@ -33,18 +34,6 @@ def read(source, start, count, wanted=lambda ordinal: True):
 
 def texts_of(source, start, count):
     return [text for _, text in read(source, start, count)]
-
-
-def local(path, **more):
-    return Data(
-        dataset="local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more}
-    )
-
-
-def write_jsonl(path, texts, field="text"):
-    path.write_text(
-        "".join(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(texts))
-    )
 
 
 # The standard library

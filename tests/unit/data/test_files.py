@@ -1,15 +1,14 @@
 """Every format, compressed or not, and every kind of bad data, in each of them."""
 
 import gzip
-import io
-import json
 
 import pytest
+from corpora import as_jsonl, as_parquet, documents, local
 
-from titan_lite.config import ConfigError, Data
+from titan_lite.config import ConfigError
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source
-from titan_lite.data.files import read_piece, text_of
+from titan_lite.data.files import read_piece
 from titan_lite.data.listing import Listing
 from titan_lite.data.readers import TooLarge
 
@@ -24,40 +23,6 @@ TEXTS = [
 ]
 
 
-def local(path, **more):
-    return Data(
-        dataset="local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more}
-    )
-
-
-def documents(data):
-    """Texts and errors of all documents, in order."""
-    pieces = Listing(data).pieces
-    return [
-        text_of(raw, piece, place, data)
-        for piece in pieces
-        for place, raw in read_piece(piece, data)
-    ]
-
-
-def as_jsonl(texts, field="text"):
-    return "".join(
-        json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)
-    ).encode()
-
-
-def table(texts, kind=None):
-    return pyarrow.table(
-        {"id": list(range(len(texts))), "text": pyarrow.array(texts, kind or pyarrow.string())}
-    )
-
-
-def as_parquet(texts, kind=None):
-    out = io.BytesIO()
-    parquet.write_table(table(texts, kind), out, row_group_size=2)
-    return out.getvalue()
-
-
 def test_lines_of_json_go_by_the_name_of_json_as_well(tmp_path):
     (tmp_path / "c4-train.00000.json.gz").write_bytes(gzip.compress(as_jsonl(TEXTS)))
     (tmp_path / "d.json").write_bytes(b"\xef\xbb\xbf" + as_jsonl(["after a byte order mark"]))
@@ -65,13 +30,48 @@ def test_lines_of_json_go_by_the_name_of_json_as_well(tmp_path):
 
 
 def test_a_parquet_file_is_read_by_row_groups(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(as_parquet(TEXTS))
+    (tmp_path / "a.parquet").write_bytes(as_parquet(pyarrow.array(TEXTS)))
     pieces = Listing(local(tmp_path)).pieces
     assert [(piece.start, piece.first_row) for piece in pieces] == [(0, 0), (1, 2), (2, 4)]
     assert list(read_piece(pieces[1], local(tmp_path))) == [
         (2, TEXTS[2].encode()),
         (3, TEXTS[3].encode()),
     ]
+
+
+KINDS = [pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.string_view()]
+KINDS += [pyarrow.dictionary(pyarrow.int8(), kind) for kind in KINDS[:3]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_kind_of_text_in_a_column_is_read(tmp_path, kind):
+    texts = ["one", "", None, "two \u6f22", "two \u6f22", "x" * 300]
+    column = pyarrow.array(texts)
+    if pyarrow.types.is_dictionary(kind):
+        column = column.dictionary_encode()
+    (tmp_path / "a.parquet").write_bytes(as_parquet(column.cast(kind)))
+    found = documents(local(tmp_path))
+    assert [text for text in found if isinstance(text, str)] == [text for text in texts if text]
+    bad = [text for text in found if not isinstance(text, str)]
+    assert [(document.location, document.reason.split()[-1]) for document in bad] == [
+        ("row 1", "empty"),
+        ("row 2", "text"),
+    ]
+
+
+def test_a_text_in_a_column_that_is_not_utf8_is_one_bad_document(tmp_path):
+    raw = pyarrow.array([b"good one", b"\xff\xfe", b"good two"], pyarrow.binary())
+    column = pyarrow.StringArray.from_buffers(3, *raw.buffers()[1:])
+    (tmp_path / "a.parquet").write_bytes(as_parquet(column))
+    first, bad, last = documents(local(tmp_path))
+    assert (first, last) == ("good one", "good two")
+    assert "a.parquet, row 1: not UTF-8 (byte 0" in str(bad)
+
+
+def test_a_wrong_column_says_which_one_has_text(tmp_path):
+    parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
+    [bad] = documents(local(tmp_path))
+    assert bad.instead == 'data.text_field = "body"'
 
 
 # Bad data
@@ -143,7 +143,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     (
         "cut short",
         "a.parquet",
-        as_parquet(GOOD)[:-20],
+        as_parquet(pyarrow.array(GOOD))[:-20],
         "row 0",
         "cannot be read from here on (ArrowInvalid: Parquet magic",
         0,
@@ -151,7 +151,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     (
         "no column",
         "a.parquet",
-        as_parquet(GOOD).replace(b"text", b"body"),
+        as_parquet(pyarrow.array(GOOD)).replace(b"text", b"body"),
         "row 0",
         '"text" is no column',
         0,
@@ -159,7 +159,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     (
         "numbers",
         "a.parquet",
-        as_parquet([1, 2], pyarrow.int64()),
+        as_parquet(pyarrow.array([1, 2])),
         "row 0",
         '"text" is a column of int64, not of text',
         0,

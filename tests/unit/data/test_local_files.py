@@ -1,28 +1,19 @@
 """Which files are a corpus, and their names: by these documents are held out."""
 
 import itertools
-import json
 import logging
 import os
 from itertools import islice
 
 import fsspec
 import pytest
+from corpora import local, write_jsonl
 from identified import identify
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files
 from titan_lite.data.source_identity import digest_of
-
-
-def local(path, **more):
-    return Data(dataset="local", path=str(path), **{"shuffle": False, **more})
-
-
-def write_jsonl(path, texts):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def names(data):

@@ -11,9 +11,9 @@ import re
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from corpora import Letters, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,17 +25,6 @@ from titan_lite.data.loader import build_loader
 from titan_lite.data.streams import merge_states
 
 BOS, EOS = 0, 1
-
-
-class Letters:
-    """A tokenizer of one token a character, which tells what source it is from."""
-
-    def encode_document(self, text):
-        return np.array([BOS, *map(ord, text), EOS])
-
-
-def write(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def loaders(data, num_streams, dp_degree, batch_size, seq_len, state=None, seed=0):
@@ -76,8 +65,8 @@ def state_of(ranks):
 def two(tmp_path_factory):
     """Documents of a's and longer ones of b's, 70 to 30 in tokens."""
     folder = tmp_path_factory.mktemp("two")
-    write(folder / "a.jsonl", ["a" * (i % 50 + 1) for i in range(500)])
-    write(folder / "b.jsonl", ["b" * (i % 900 + 100) for i in range(300)])
+    write_jsonl(folder / "a.jsonl", ["a" * (i % 50 + 1) for i in range(500)])
+    write_jsonl(folder / "b.jsonl", ["b" * (i % 900 + 100) for i in range(300)])
     sources = (
         DataSource(dataset="local", path=str(folder / "a.jsonl"), weight=7.0),
         DataSource(dataset="local", path=str(folder / "b.jsonl"), weight=3.0),
@@ -129,7 +118,7 @@ def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, num_stream
 def test_any_weights(tmp_path, weights):
     sources = []
     for index, weight in enumerate(weights):
-        write(tmp_path / f"{index}.jsonl", [chr(ord("a") + index) * 10] * 50)
+        write_jsonl(tmp_path / f"{index}.jsonl", [chr(ord("a") + index) * 10] * 50)
         sources.append(
             DataSource(dataset="local", path=str(tmp_path / f"{index}.jsonl"), weight=weight)
         )
@@ -221,7 +210,7 @@ def test_a_dataset_that_yields_nothing_is_an_error_and_no_hang(tmp_path, content
 
 
 def test_one_good_document_is_found_among_many(tmp_path):
-    write(tmp_path / "a.jsonl", ["x"] * 150 + ["good one"] + ["y"] * 150)
+    write_jsonl(tmp_path / "a.jsonl", ["x"] * 150 + ["good one"] + ["y"] * 150)
     data = Data(
         dataset="local",
         path=str(tmp_path),
@@ -297,7 +286,7 @@ def test_every_token_is_in_one_window_in_order(
     sources = []
     for index, (some, weight) in enumerate(corpora):
         # each document says who it is, so that none can be taken for another
-        write(
+        write_jsonl(
             folder / f"{index}.jsonl",
             [
                 text and f"{index}.{number} {text}"
@@ -361,8 +350,8 @@ def test_every_epoch_has_every_document_once_wherever_it_is_begun(
 ):
     folder = tmp_path_factory.mktemp("any")
     texts = [f"{number} {text}" for number, text in enumerate(texts)]
-    write(folder / "a.jsonl", texts[::2])
-    write(folder / "b.jsonl", texts[1::2])
+    write_jsonl(folder / "a.jsonl", texts[::2])
+    write_jsonl(folder / "b.jsonl", texts[1::2])
     with open(folder / "b.jsonl", "ab") as file:
         file.write(b'\n  \n{"text": "no newline at the end"}')
     texts.append("no newline at the end")
@@ -431,7 +420,7 @@ def test_an_error_names_the_key_that_was_written(wrong, keys, tmp_path):
     from pyarrow import parquet
 
     (tmp_path / "empty").mkdir()
-    write(tmp_path / "a.jsonl", ["a"])
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
     for name, text in {
         "a.xyz": "a",
         "none.jsonl": "",
@@ -448,7 +437,7 @@ def test_an_error_names_the_key_that_was_written(wrong, keys, tmp_path):
 
 
 def test_a_field_that_is_called_as_a_key_keeps_its_name(tmp_path):
-    write(tmp_path / "a.jsonl", ["a"])
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
     source = DataSource(dataset="local", path=str(tmp_path), text_field="data.text_field")
     words = r'data\.sources\[1\]\.text_field = "data\.text_field" is not a field of it;'
     with pytest.raises(ConfigError, match=words):

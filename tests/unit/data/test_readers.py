@@ -6,47 +6,24 @@ import json
 import os
 import random
 import socket
-from pathlib import Path
 
 import fsspec
 import pytest
+from corpora import as_jsonl, as_parquet, documents, local
 from identified import identify
 
-from titan_lite.config import ConfigError, Data
+from titan_lite.config import ConfigError
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source, check_data
-from titan_lite.data.files import local_files, read_piece, text_of
-from titan_lite.data.listing import Listing
+from titan_lite.data.files import local_files
 from titan_lite.data.readers import lines
 from titan_lite.data.source_identity import digest_of
 
 pyarrow = pytest.importorskip("pyarrow")
-ROOT = Path(__file__).parents[3]
-
-
-def local(path, **more):
-    return Data(
-        dataset="local",
-        path=str(path),
-        **{"validation_fraction": 0.0, "shuffle": False, "max_document_mib": 1, **more},
-    )
-
-
-def documents(data):
-    pieces = Listing(data).pieces
-    return [
-        text_of(raw, piece, place, data)
-        for piece in pieces
-        for place, raw in read_piece(piece, data)
-    ]
 
 
 def read(function, content, *arguments):
     return list(function(io.BufferedReader(io.BytesIO(content)), *arguments))
-
-
-def as_jsonl(texts):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
 # Lines
@@ -72,7 +49,8 @@ def test_a_json_array_is_one_bad_document_that_says_how_to_convert_it(tmp_path, 
 
 def test_where_nothing_can_be_read_one_epoch_tells(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"a" * 2**21))
-    source = build_source(local(tmp_path, on_bad_document="skip"), split="train", seed=0)
+    data = local(tmp_path, on_bad_document="skip", max_document_mib=1)
+    source = build_source(data, split="train", seed=0)
     with pytest.raises(
         ConfigError, match=r"a.jsonl.gz, line 1: more than .* no other document can be read"
     ):
@@ -166,6 +144,7 @@ def test_what_is_no_file_is_refused_and_not_opened(tmp_path):
 REAL = {
     "a.txt": b"text",
     "a.jsonl": as_jsonl(GOOD),
+    "a.parquet": as_parquet(pyarrow.array(GOOD)),
 }
 REAL |= {f"a.jsonl{suffix}": compress(as_jsonl(GOOD)) for suffix, compress in COMPRESS.items()}
 

@@ -7,6 +7,7 @@ import logging
 import re
 
 import pytest
+from corpora import local
 from identified import identify
 
 from titan_lite.checkpoint.run_identity import (
@@ -14,7 +15,7 @@ from titan_lite.checkpoint.run_identity import (
     list_documents,
     run_identity,
 )
-from titan_lite.config import ConfigError, Data, load_config, to_toml
+from titan_lite.config import ConfigError, load_config, to_toml
 from titan_lite.config.errors import shown
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source
@@ -32,10 +33,6 @@ def corpus(served):
     for url in (URL, URL.replace("SECRET", "OTHER")):
         served.files[f"{url}/0.jsonl"] = b'{"text": "a"}\n{"text": "b"}\n'
     return served
-
-
-def local(path, **more):
-    return Data(dataset="local", path=path, shuffle=False, validation_fraction=0.0, **more)
 
 
 @pytest.mark.parametrize(

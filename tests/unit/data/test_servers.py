@@ -8,6 +8,7 @@ import socket
 import datasets
 import pyarrow
 import pytest
+from corpora import local
 from pyarrow import parquet
 from served import File
 
@@ -22,10 +23,6 @@ from titan_lite.data.servers import RETRY_LIMIT, may_pass, retried
 LINES = b"".join(b'{"text": "line %d"}\n' % number for number in range(300))
 URL = "http://host/corpus/a.jsonl"
 AWAY = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-
-
-def local(path, **keys):
-    return Data(dataset="local", path=path, shuffle=False, validation_fraction=0.0, **keys)
 
 
 @pytest.fixture(autouse=True)

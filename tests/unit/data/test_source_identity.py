@@ -11,6 +11,7 @@ from itertools import islice
 
 import pyarrow
 import pytest
+from corpora import local, write_jsonl
 from identified import identify
 from pyarrow import parquet
 
@@ -32,17 +33,6 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.manifest import MAX_WHOLE, SAMPLE_BYTES
 from titan_lite.rules import read_inputs
 from titan_lite.tools import prepare
-
-
-def local(path, **more):
-    return Data(
-        dataset="local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more}
-    )
-
-
-def write_jsonl(path, texts):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 @pytest.fixture
