@@ -136,9 +136,6 @@ HERE = {
         f"{PLAN} --parallelism.pipeline_parallel_degree=2 --training.local_batch_size=4 --compile.enable",
         PLANNED_405B,
     ),
-    f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run(
-        "step time", PLAN, PLANNED_405B
-    ),
     f"{PLANNER} train_configs/llama3_8b.toml --sweep parallelism.tensor_parallel_degree=1,2,4,8": (
         Run("tensor_parallel_degree=2", PLAN, PLANNED_8B)
     ),
@@ -161,7 +158,7 @@ HERE = {
     f"{PLANNER} RECIPE --world-size 64 --search 2": Run(
         "best: --", "--hardware h100 --training.global_batch_size=64", RECIPE
     ),
-    f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --trace plan.json": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --tokens 1T --price-per-gpu-hour 2.5": Run(
         "of the time counts", PLAN, RECIPE
     ),

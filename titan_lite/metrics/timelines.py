@@ -3,7 +3,7 @@ chrome://tracing and `titan-lite report`.
 
     write_timelines(reports, dump_folder)       # timeline.json of a run
 
-Computation has a lane, and each mesh axis with communication has one. tools/plan/picture.py writes
+Computation has a lane, and each mesh axis with communication has one. tools/plan/spans.py writes
 plans with the same functions.
 """
 

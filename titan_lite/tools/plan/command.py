@@ -6,7 +6,7 @@ communication.
     python -m titan_lite plan RECIPE --sweep parallelism.tensor_parallel_degree=2,4,8
     python -m titan_lite plan RECIPE --world-size 64 --search   # the best layout that fits
     python -m titan_lite plan RECIPE --tokens 1T --price-per-gpu-hour 2.5     # days and money
-    python -m titan_lite plan RECIPE --picture plan.png --trace plan.json
+    python -m titan_lite plan RECIPE --trace plan.json      # the step's timeline, for Perfetto
     python -m titan_lite plan RECIPE --compare outputs/llama3_8b  # beside a run that has ended
 
 The real model is parallelized, compiled and scheduled by the code that trains it, on fake tensors
@@ -109,13 +109,10 @@ def build_parser() -> Parser:
         help="trace every block, instead of extrapolating from two depths",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs"
-    )
-    parser.add_argument(
         "--trace",
         type=Path,
         metavar="JSON",
-        help="write the same for Perfetto and chrome://tracing",
+        help="write the step, and one microbatch's graphs, for Perfetto and chrome://tracing",
     )
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--json", action="store_true", help="print JSON")
@@ -188,7 +185,6 @@ def refuse_options_without_effect(options: argparse.Namespace) -> None:
         "compare": options.compare is not None,
     }
     overruled_by = {
-        "picture": prints_no_plan,
         "trace": prints_no_plan,
         "tokens": {**prints_no_plan, "json": options.json},
         "price_per_gpu_hour": {**prints_no_plan, "json": options.json},
@@ -212,13 +208,13 @@ def check_imbalance(imbalance: float, config: Config) -> None:
         )
 
 
-def check_target(name: str, path: Path | None) -> None:
-    """Raise ConfigError if a file cannot be written since its folder does not exist."""
+def check_target(path: Path | None) -> None:
+    """Raise ConfigError if --trace cannot be written since its folder does not exist."""
     if path is None:
         return
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise ConfigError(f"--{name} {path}: there is no folder {folder}; use one that exists")
+        raise ConfigError(f"--trace {path}: there is no folder {folder}; use one that exists")
 
 
 @dataclass(frozen=True)
@@ -258,8 +254,7 @@ class Subject:
 def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     """Return the text that the options ask for."""
     refuse_options_without_effect(options)
-    check_target("picture", options.picture)
-    check_target("trace", options.trace)
+    check_target(options.trace)
     if not options.recipe:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
     config, wrong = read_config(options.recipe, overrides)
@@ -413,14 +408,12 @@ def comparison_lines(subject: Subject, windows: "list[Window]", full: bool) -> l
 
 
 def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
-    """Return the plan of the recipe, and write its picture and trace."""
-    from titan_lite.tools.plan.picture import draw_plan, write_plan_trace
+    """Return the plan of the recipe, and write its trace."""
     from titan_lite.tools.plan.plan import make_plan
+    from titan_lite.tools.plan.spans import write_plan_trace
     from titan_lite.tools.plan.summary import as_json, describe
 
     plan = make_plan(subject.lay_out({}), subject.machine, options.full)
-    if options.picture:
-        draw_plan(plan, options.picture)
     if options.trace:
         write_plan_trace(plan, options.trace)
     if options.json:
@@ -430,7 +423,7 @@ def plan_lines(subject: Subject, options: argparse.Namespace) -> list[str]:
 
 def refuse_with_phases(options: argparse.Namespace) -> None:
     """Raise ConfigError for an option that plans one recipe."""
-    for name in ("sweep", "search", "compare", "picture", "trace", "json", "tokens"):
+    for name in ("sweep", "search", "compare", "trace", "json", "tokens"):
         if getattr(options, name):
             raise ConfigError(
                 f"--{name} is for one recipe, and {options.recipe} has [[phases]]; use the recipe"

@@ -1,4 +1,4 @@
-"""The drawing of a plan, from timelines by hand: the step on every pipeline rank, graphs with a
+"""The trace of a plan, from timelines by hand: the step on every pipeline rank, graphs with a
 lane for each axis.
 """
 
@@ -7,16 +7,15 @@ import itertools
 import json
 
 import pytest
-from matplotlib.figure import Figure
 from test_changes import EVIDENCE
 from test_simulate import AT_ONCE, layout, stages_of
 
 from titan_lite.cost.costs import Costs
 from titan_lite.cost.timeline import Span, Timeline
 from titan_lite.tools.plan.memory import Memory
-from titan_lite.tools.plan.picture import COLORS, deepest, draw_plan, step_spans, write_plan_trace
 from titan_lite.tools.plan.plan import Plan
 from titan_lite.tools.plan.simulate import simulate_step
+from titan_lite.tools.plan.spans import step_spans, write_plan_trace
 
 GRAPH = Timeline(
     "forward",
@@ -106,19 +105,3 @@ def test_a_trace_has_a_thread_for_each_rank_and_lane(plan, tmp_path):
     }
     (gather,) = (event for event in events if event["name"] == "all_gather a")
     assert (gather["ts"], gather["dur"], gather["args"]["exposed_us"]) == (0.0, 2e6, 1e6)
-
-
-def test_a_picture_is_drawn_with_legends(plan, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_plan(plan, tmp_path / "plan.png")
-    step, graphs = (
-        [text.get_text() for text in panel.get_legend().get_texts()] for panel in drawn[0].axes
-    )
-    ends = ["reduce gradients", "clipping and optimizer", "waiting for the slowest rank"]
-    assert step == ["gather weights", "forward", "backward", *ends]
-    assert graphs == list(COLORS)
-    monkeypatch.undo()
-    draw_plan(plan, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert deepest(plan)[2] == ["computation", "FSDP", "tensor parallelism"]
