@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,10 +20,6 @@ from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.load import read_toml
 from titan_lite.cost.machine import Link, Machine
-from titan_lite.text import one_line
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 MACHINE = TypeAdapter(Machine)
 
@@ -232,22 +228,11 @@ def machine_from(keys: Mapping[str, Any], file: str) -> Machine:
     try:
         return MACHINE.validate_python(values)
     except ValidationError as error:
-        lines = {_line(part) for part in error.errors(include_url=False)}
-        raise ConfigError(*(f"{file}: {line}" for line in sorted(lines))) from None
-
-
-def _line(part: "ErrorDetails") -> str:
-    """Return a line about a wrong value, in pydantic's words."""
-    path = [str(name) for name in part["loc"] if name != "[key]"]
-    key = one_line(".".join(path), 100)
-    if part["type"] == "missing":
-        return f'{key} missing; add it, or use like = "H100" for its values'
-    if part["type"] == "unexpected_keyword_argument":
-        table = Link if len(path) > 1 else Machine
-        known = ", ".join(field.name for field in dataclasses.fields(table))
-        return f"{key} is not a field of a machine; use {known}"
-    why = part["msg"].removeprefix("Value error, ").replace("Input", "input", 1)
-    return f"{key} = {shown(part['input'])}: {why}"
+        lines = []
+        for part in error.errors():
+            key = ".".join(map(str, part["loc"]))
+            lines.append(f"{file}: {key}: {part['msg']}")
+        raise ConfigError(*lines) from None
 
 
 def profile_of(device_name: str) -> Machine | None:
