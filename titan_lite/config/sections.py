@@ -328,6 +328,15 @@ class Parallelism(Section):
     step if 16 bytes a sharded parameter and 8 a gathered one take at most 60% of a GPU, and
     compile.bucketing is none or block."""
 
+    def without_pipeline(self) -> "Parallelism":
+        """Return it with one stage, and defaults for all of a pipeline."""
+        pipeline = {
+            name: field.default
+            for name, field in type(self).model_fields.items()
+            if name.startswith("pipeline_parallel_")
+        }
+        return self.replace(**pipeline)
+
 
 @with_added_keys("activation_checkpoint")
 class ActivationCheckpoint(Section):

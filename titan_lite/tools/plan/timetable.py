@@ -33,7 +33,7 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
     seconds: (F, B, I or W; stage) -> duration; travel: seconds to send a result to another rank,
     which computes nothing else while it waits.
 
-    Raises AssertionError if actions wait for each other, or for one that is missing.
+    Raises ValueError if actions wait for each other, or for one that is missing.
     """
     queues = {rank: computations(actions) for rank, actions in order.items()}
     rank_of = {stage: rank for rank, queue in queues.items() for _, stage, _ in queue}
@@ -69,5 +69,7 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
                 timetable[rank].append((kind, stage, microbatch, start, end))
                 queue.pop(0)
                 progress = True
-        assert progress, f"actions wait for each other: {queues}"
+        if not progress:
+            waiting = [f"{rank} at {queue[0]}" for rank, queue in queues.items() if queue]
+            raise ValueError(f"pipeline ranks wait for each other: {', '.join(waiting)}")
     return Timetable(timetable)

@@ -46,7 +46,7 @@ from titan_lite.compile.passes.order_activations import order_activation_collect
 from titan_lite.compile.passes.reordering import move_gather_before, wait_for_reductions_late
 from titan_lite.compile.passes.resharding import REGION
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import KEYS_OF_MODULES, Compile, Config, Parallelism, flatten
+from titan_lite.config import KEYS_OF_MODULES, Compile, Config, flatten
 from titan_lite.config.section import added_keys
 from titan_lite.cost.costs import Costs
 from titan_lite.cost.machine import Machine
@@ -198,14 +198,9 @@ def trace_key(layout: PlannedLayout) -> tuple[Hashable, ...]:
     number or order of microbatches.
     """
     config = layout.config
-    pipeline_defaults = {
-        name: field.default
-        for name, field in Parallelism.model_fields.items()
-        if name.startswith("pipeline_parallel")
-    }
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
     traced = config.replace(
-        parallelism=config.parallelism.replace(**pipeline_defaults),
+        parallelism=config.parallelism.without_pipeline(),
         training=config.training.replace(local_batch_size=1, global_batch_size=-1),
     )
     return (

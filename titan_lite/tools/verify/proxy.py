@@ -14,10 +14,8 @@ are split evenly, and graphs run as traced, without Inductor.
 import dataclasses
 import itertools
 import math
-import re
 
 from titan_lite.config import (
-    KEYS_OF_MODULES,
     SHIPPED,
     ActivationCheckpoint,
     Checkpoint,
@@ -39,6 +37,7 @@ from titan_lite.feature import features_of
 from titan_lite.models.loss_chunk import automatic_chunk
 from titan_lite.models.shapes import shape_of
 from titan_lite.sharding import chunk_size
+from titan_lite.tools.verify.small import with_existing_blocks
 
 Degrees = dict[str, int]  # by axis, and by "ep", which is within the others
 KEYS = {**DEGREES, "ep": "expert_parallel_degree"}
@@ -146,7 +145,7 @@ def proxy_model(flavor: ModelConfig, stages: int) -> ModelConfig:
 
 def proxy(config: Config, layout: Degrees, steps: int) -> Config:
     """Return a small version of `config` on `layout`."""
-    config = _with_modules_of_proxy(config)
+    config = with_existing_blocks(config, MIN_LAYERS)
     small = config.replace(
         model=config.model.replace(tokenizer_path=str(TOKENIZER)),
         training=_training(config, layout, steps),
@@ -222,9 +221,7 @@ def _parallelism(config: Config, layout: Degrees) -> Parallelism:
         pipeline_parallel_split_points=(),
     )
     if layout["pp"] == 1:
-        default = Parallelism()
-        pipeline = [key for key in Parallelism.model_fields if key.startswith("pipeline_parallel_")]
-        return parallelism.replace(**{key: getattr(default, key) for key in pipeline})
+        return parallelism.without_pipeline()
     if given.pipeline_parallel_degree == 1:
         parallelism = parallelism.replace(
             pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=0
@@ -244,22 +241,3 @@ def _chunks_loss(config: Config) -> bool:
     vocab_size = shape_of(config.model).vocab_size
     entries = chunk_size(vocab_size, parallelism.tensor_parallel_degree)
     return automatic_chunk(tokens, entries) > 0
-
-
-def _with_modules_of_proxy(config: Config) -> Config:
-    """Return a recipe whose keys that select modules name those of the proxy."""
-    for key in KEYS_OF_MODULES:
-        table, name = key.split(".")
-        section = getattr(config, table)
-        renamed = _fqns(getattr(section, name))
-        config = config.replace(**{table: section.replace(**{name: renamed})})
-    return config
-
-
-def _fqns(fqns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return FQNs of the proxy, each once; a layer that it does not have becomes its last one."""
-    renamed = (
-        re.sub(r"(?<=^layers\.)\d+", lambda number: str(min(int(number[0]), MIN_LAYERS - 1)), fqn)
-        for fqn in fqns
-    )
-    return tuple(dict.fromkeys(renamed))

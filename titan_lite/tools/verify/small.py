@@ -46,7 +46,7 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
     n_layers = sum(len(_blocks(modules)) for modules in chain)
     model = dataclasses.replace(_model(real), n_layers=n_layers)
     batch = 1 if real.world_size // real.degrees["pp"] > MANY_RANKS else 2
-    config = _with_existing_blocks(config, n_layers).replace(
+    config = with_existing_blocks(config, n_layers).replace(
         training=config.training.replace(
             seq_len=model.max_seq_len,
             local_batch_size=batch,
@@ -198,19 +198,13 @@ def loss_chunk(real: Layout, seq_len: int, batch: int) -> int:
 
 def _parallelism(config: Config, real: Layout) -> Parallelism:
     """Return the recipe's parallelism without a pipeline."""
-    pipeline = {
-        name: field.default
-        for name, field in Parallelism.model_fields.items()
-        if name.startswith("pipeline_parallel_")
-    }
-    return config.parallelism.replace(
-        **pipeline,
+    return config.parallelism.without_pipeline().replace(
         data_parallel_shard_degree=real.degrees["dp_shard"],
         fsdp_communication="step" if real.gathers_once else "microbatch",
     )
 
 
-def _with_existing_blocks(config: Config, n_layers: int) -> Config:
+def with_existing_blocks(config: Config, n_layers: int) -> Config:
     """Return a recipe whose keys that name blocks name those that there are."""
     for key in KEYS_OF_MODULES:
         table, name = key.split(".")

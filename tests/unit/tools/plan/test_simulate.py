@@ -256,7 +256,7 @@ def test_bytes_are_of_the_rank_that_sends_most():
 
 def test_actions_that_wait_for_each_other_are_told():
     order = {0: [_Action.from_str("0B0"), _Action.from_str("0F0")]}
-    with pytest.raises(AssertionError, match="wait for each other"):
+    with pytest.raises(ValueError, match=r"wait for each other: 0 at \('B', 0, 0\)"):
         run_order(order, lambda kind, stage: 1.0)
 
 

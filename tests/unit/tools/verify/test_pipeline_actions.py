@@ -6,8 +6,8 @@ import pytest
 
 from titan_lite.config import Parallelism
 from titan_lite.config.schedules import SCHEDULES
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, computations, order_of
-from titan_lite.tools.verify.actions import wrong_actions, wrong_lists
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of
+from titan_lite.tools.verify.actions import wrong_actions, wrong_in
 
 
 def split(schedule, degree=4, sequences=16):
@@ -25,10 +25,10 @@ def test_the_actions_of_a_schedule_are_right(schedule):
     assert list(wrong_actions(*split(schedule))) == []
 
 
-def actions_of(schedule):
+def order_and_split(schedule):
     parallelism, pipeline = split(schedule)
     order = order_of(parallelism, pipeline)
-    return [list(computations(order[rank])) for rank in range(4)], pipeline
+    return {rank: [*filter(None, actions)] for rank, actions in order.items()}, pipeline
 
 
 def dropped(own):
@@ -44,8 +44,7 @@ def swapped(own):
 
 
 def of_another_stage(own):
-    kind, stage, microbatch = own[0]
-    own[0] = (kind, stage + 1, microbatch)
+    own[0] = own[0]._replace(stage_index=own[0].stage_index + 1)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,14 @@ def of_another_stage(own):
     ],
 )
 def test_changed_actions_are_wrong(schedule, rank, fault):
-    actions, pipeline = actions_of(schedule)
-    fault(actions[rank])
-    assert list(wrong_lists(actions, pipeline))
+    order, pipeline = order_and_split(schedule)
+    fault(order[rank])
+    assert list(wrong_in(order, pipeline))
 
 
 def test_a_rank_that_waits_for_ever_is_named():
-    actions, pipeline = actions_of("1F1B")
-    actions[2].sort(key=lambda action: action[0] != "B")
-    assert "pipeline rank 2 waits for ever at B0 of stage 2" in wrong_lists(actions, pipeline)
+    order, pipeline = order_and_split("1F1B")
+    order[2].sort(key=lambda action: action.computation_type.value != "B")
+    (stuck,) = wrong_in(order, pipeline)
+    assert "wait for each other" in stuck
+    assert "2 at ('B', 2, 0)" in stuck
