@@ -53,23 +53,19 @@ def run(*command: Any, cwd: Path = ROOT, seconds: float = SECONDS, **environment
 class Job:
     """A command that may be looked at and signalled while it runs.
 
-    Its output, of all its processes, is a file.
-
-    stdout: a file of its own, of which the output then has nothing; session: its processes are a
-    session.
+    Its output, of all its processes, is a file. session: its processes are a session.
     """
 
     def __init__(
         self,
         log: Path | str,
         *command: Any,
-        stdout: Any = None,
         session: bool = False,
         **environment: Any,
     ):
         self.log = Path(log)
         with open(self.log, "w") as output:
-            streams = {"stdout": stdout or output, "stderr": output, "stdin": subprocess.DEVNULL}
+            streams = {"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL}
             self.process = _command(
                 command, environment, cwd=ROOT, start_new_session=session, **streams
             )

@@ -118,8 +118,8 @@ def command(*, gone: int = 0) -> Callable[[Callable[[Sequence[str]], int | None]
             except BrokenPipeError:
                 drop_pending(sys.stdout)
                 return gone
-            except KeyboardInterrupt as stopped:
-                print_line(" ".join(map(str, stopped.args)))
+            except KeyboardInterrupt:
+                print_line("")  # ends that of ^C
                 return INTERRUPTED
 
         return run

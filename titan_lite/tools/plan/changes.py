@@ -71,7 +71,7 @@ def plan_changes(
             yield change, str(error)
     plans = make_plans([layout for _, layout in layouts], machine, full)
     rows: list[Row] = []
-    with tqdm(total=len(layouts), desc="planned", leave=False) as bar:
+    with tqdm(total=len(layouts), desc="planned") as bar:  # its end stays, with the best
         for (change, _), plan in zip(layouts, plans, strict=True):
             row = (change, str(plan) if isinstance(plan, CompileError) else plan)
             rows.append(row)

@@ -47,7 +47,6 @@ from titan_lite.rules.mistakes import raise_mistakes
 if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails before
     from titan_lite.cost.machine import Machine
     from titan_lite.metrics.run_files import Window
-    from titan_lite.tools.plan.changes import Row
     from titan_lite.tools.plan.plan import Plan
     from titan_lite.tools.plan.summary import Budget
     from titan_lite.tools.plan.trace import PlannedLayout
@@ -58,10 +57,7 @@ SEARCHED = 12  # plans of a search by default
 @command()
 def main(arguments: Sequence[str]) -> None:
     options, overrides = build_parser().parse_with_overrides(arguments)
-    try:
-        print(answer(options, overrides))
-    except KeyboardInterrupt as stopped:
-        raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
+    print(answer(options, overrides))
 
 
 def build_parser() -> Parser:
@@ -335,10 +331,7 @@ def note_on_groups(config: Config, world_size: int) -> str:
 
 
 def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
-    """Return the lines of a search. Raises ConfigError if no layout shares the tokens of a step.
-
-    When it is interrupted, it prints those of the layouts that are planned.
-    """
+    """Return the lines of a search. Raises ConfigError if no layout shares the tokens of a step."""
     from titan_lite.tools.plan.search import Search, space
 
     config = subject.config
@@ -353,11 +346,7 @@ def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
     tokens = sequences * config.training.seq_len
     title = f"{ranks} ranks; {sequences:,} sequences per step = {tokens:,} tokens ({origin})"
     search = Search(subject.lay_out, subject.machine, full)
-    try:
-        search.run(changes, count)
-    except KeyboardInterrupt:
-        print("\n".join([title, *search.lines(config, "PARTIAL")]), flush=True)
-        raise KeyboardInterrupt(stopped_after(search.rows)) from None
+    search.run(changes, count)
     return [title, *search.lines(config)]
 
 
@@ -381,22 +370,11 @@ def sequences_per_step(subject: Subject) -> tuple[int, str]:
 
 
 def sweep_lines(subject: Subject, sweeps: list[str], full: bool) -> list[str]:
-    """Return the table of a sweep. When it is interrupted, it prints what is planned."""
+    """Return the table of a sweep."""
     from titan_lite.tools.plan.changes import grid, plan_changes, ranked, table
 
-    rows: list[Row] = []
-    try:
-        for row in plan_changes(subject.lay_out, grid(sweeps), subject.machine, full):
-            rows.append(row)
-    except KeyboardInterrupt:
-        print("\n".join(["PARTIAL", *table(ranked(rows))]), flush=True)
-        raise KeyboardInterrupt(stopped_after(rows)) from None
+    rows = plan_changes(subject.lay_out, grid(sweeps), subject.machine, full)
     return table(ranked(rows))
-
-
-def stopped_after(rows: "Sequence[Row]") -> str:
-    planned = sum(not isinstance(plan, str) for _, plan in rows)
-    return f"stopped after {planned} plans"
 
 
 def comparison_lines(subject: Subject, windows: "list[Window]", full: bool) -> list[str]:

@@ -180,13 +180,13 @@ class Search:
         """Bytes of a device."""
         return self.machine.memory * GIB
 
-    def lines(self, config: Config, title: str = "") -> list[str]:
+    def lines(self, config: Config) -> list[str]:
         """Return what was looked at, a ranked table, and why others are slower."""
         return [
             f"{self.layouts:,} layouts: {self.refused:,} cannot run, {self.too_large:,} cannot fit,"
             f" {len(self.planned):,} planned, {len(self.waiting):,} not (slower or too large, by"
             " formula)",
-            title,
+            "",
             *table(self.rows, words_of, functools.partial(reason, fitting(self.rows))),
             *outcome(config, self.rows, len(self.waiting)),
         ]
@@ -216,8 +216,6 @@ def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[s
 
     not_planned: layouts that may fit by formula and were not planned.
     """
-    if not rows and not_planned:
-        return ["", "none was planned yet"]
     fit = fitting(rows)
     if not fit:
         none = f"none of the {len(rows):,} planned fits" if not_planned else "no layout fits"
