@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from titan_lite.features import FEATURES as FEATURES  # checkpoints and rules have both from here
 from titan_lite.features import part_of_each as part_of_each
@@ -113,17 +113,6 @@ class Feature:
     def tensors_depend_on(self, config: Config, layout: Layout) -> Mapping[str, Mapping[str, int]]:
         """Return what the tensors that the feature adds to a checkpoint depend on, by the first
         word of their names. A resume loads them only where that is the same.
-        """
-        return {}
-
-    def optimizer_state_depends_on(
-        self, recipe: Mapping[str, Any], total_steps: int
-    ) -> Mapping[str, int]:
-        """Return what the optimizer's state depends on beside keys that are marked so
-        (config/effects.py), in words. A resume starts with another state where that differs.
-
-        recipe: {section: {key: value}} of this run or of a step, for which the feature may be off.
-        total_steps: of the run; 0 if they are not known.
         """
         return {}
 

@@ -33,7 +33,6 @@ from titan_lite.data.source_identity import (
     differences_in_words,
     source_keys,
 )
-from titan_lite.feature import all_features
 from titan_lite.manifest import fields_of
 from titan_lite.optim.lr_scheduler import Decay, lr_factor
 
@@ -173,7 +172,6 @@ def compare(saved: SavedState, identity: RunIdentity, documents: DocumentsOfRun)
             *_changes_of_recipe(was["recipe"], now["recipe"]),
             *_changes_of_fields(was, now),
             *_changes_of_learning_rate(was, now, saved.step),
-            *_changes_of_optimizer(was, now),
             *_changes_of_documents(saved, identity, documents),
             *_lost_optimizer(saved),
             *(
@@ -248,19 +246,6 @@ def _learning_rate(identity: Mapping[str, Any], step: int) -> str:
     if step == 0 or not identity["decay"]:
         return ""
     return f"{peak * lr_factor(step, schedule, Decay(**identity['decay'])):.3g}"
-
-
-def _changes_of_optimizer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield what features find that the optimizers' states depend on, if it differs."""
-    for feature in all_features():
-        before, after = (
-            feature.optimizer_state_depends_on(run["recipe"], run["total_steps"])
-            for run in (was, now)
-        )
-        for words, value in after.items():
-            if before.get(words, value) != value:
-                text = f"{words}: {value}, was {before[words]}"
-                yield Change(Effect.RESTARTS_OPTIMIZER, text)
 
 
 def _changes_of_documents(

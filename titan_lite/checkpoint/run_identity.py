@@ -72,7 +72,7 @@ class RunIdentity:
     validation_documents: str = ""  # the same of those of [validation]; "": held out, or none
     sequences: NonNegativeInt = 0  # of an optimizer step
     shares: tuple[NonNegativeFloat, ...] = ()  # of each source in the tokens
-    total_steps: NonNegativeInt = 0  # of the run; of older ones, of the schedule
+    total_steps: NonNegativeInt = 0  # of an older run's schedule
     decay: Mapping[str, NonNegativeInt] = field(default_factory=dict)  # of the learning rate: Decay
     world_size: NonNegativeInt = 0
     mesh: Mapping[str, NonNegativeInt] = field(default_factory=dict)  # ranks along each axis
@@ -185,7 +185,6 @@ def run_identity(
         validation_documents=digests.get("validation_documents", ""),
         sequences=layout.sequences_per_step,
         shares=tuple(share for share, _ in config.data.mixture()),
-        total_steps=config.training.steps,
         decay=decay_of(config.lr_scheduler, config.training.steps, layout.tokens)._asdict(),
         world_size=layout.world_size,
         mesh={**layout.degrees, "ep": layout.expert_parallel},

@@ -32,7 +32,7 @@ class Effect(Enum):
 
 
 RestartsData = Annotated[T, Effect.RESTARTS_DATA]  # other documents, or in another order
-RestartsOptimizer = Annotated[T, Effect.RESTARTS_OPTIMIZER]  # its state has other tensors
+RestartsOptimizer = Annotated[T, Effect.RESTARTS_OPTIMIZER]  # its state does not fit
 Rounding = Annotated[T, Effect.ROUNDING]  # the same sums by other kernels or in another order
 
 

@@ -54,7 +54,6 @@ FACTS = {
     "sequences": 8,
     "documents": "b" * 64,
     "shares": (1.0,),
-    "total_steps": 100,
     "world_size": 2,
     "mesh": {"dp_shard": 2, "tp": 1, "ep": 1},
     "device": "CPU",
@@ -67,9 +66,8 @@ FACTS = {
 
 def identity(*overrides, **facts):
     config = load_config(DEBUG, overrides)
-    steps = config.training.steps
-    decay = decay_of(config.lr_scheduler, steps, 2048)
-    known = {**FACTS, "total_steps": steps, "decay": decay._asdict(), **facts}
+    decay = decay_of(config.lr_scheduler, config.training.steps, 2048)
+    known = {**FACTS, "decay": decay._asdict(), **facts}
     return RunIdentity(recipe=config.model_dump(), **known)
 
 
@@ -305,22 +303,14 @@ def test_a_step_without_the_models_limit_has_that_of_its_family():
     assert config_from_fields(shape, "state.json").max_seq_len == 40_960
 
 
-def test_of_shampoo_the_first_step_with_roots_is_of_its_state_whatever_gives_it():
+@pytest.mark.parametrize(
+    ("key", "was"), [("max_preconditioner_dim", 1024), ("start_preconditioning_step", 10)]
+)
+def test_of_shampoo_the_size_of_blocks_and_the_first_roots_are_of_its_state(key, was):
     shampoo = ["--optimizer.name=Shampoo"]
-    other_schedule = {"was": shampoo, "total_steps": 6}
-    found = differences(*shampoo, **other_schedule)
-    roots = "the first step with roots (optimizer.start_preconditioning_step): 6, was 10"
-    assert (Effect.RESTARTS_OPTIMIZER, roots) in found
-    assert differences(*shampoo, "--optimizer.start_preconditioning_step=40", was=shampoo)[0] == (
-        Effect.RESTARTS_OPTIMIZER,
-        "the first step with roots (optimizer.start_preconditioning_step): 40, was 10",
-    )
-
-
-def test_a_later_start_of_roots_than_the_schedule_has_steps_changes_nothing():
-    shampoo = ["--optimizer.name=Shampoo", "--optimizer.start_preconditioning_step=200"]
-    later = ["--optimizer.name=Shampoo", "--optimizer.start_preconditioning_step=300"]
-    assert [effect for effect, _ in differences(*later, was=shampoo)] == [Effect.NOTED]
+    assert differences(*shampoo, f"--optimizer.{key}=9", was=shampoo) == [
+        (Effect.RESTARTS_OPTIMIZER, f"optimizer.{key} = 9, was {was}")
+    ]
 
 
 def test_a_step_that_does_not_know_its_run_is_refused():

@@ -64,7 +64,8 @@ def test_a_key_that_changes_the_optimizers_state_restarts_it(name, optimizer):
     other = config.replace(**{name: "AdamW" if config.name == value else value})
     recipes = [{"optimizer": section.model_dump()} for section in (config, other)]
     restarts = effect_of(field, *recipes) is Effect.RESTARTS_OPTIMIZER
-    assert restarts is (state_of(other) != state_of(config))
+    begins_roots = (optimizer, name) == ("Shampoo", "start_preconditioning_step")  # zeros before
+    assert restarts is (begins_roots or state_of(other) != state_of(config))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Muon and Shampoo in a run."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
@@ -22,14 +22,13 @@ class MatrixOptimizers(Feature):
         return config.optimizer.name in OPTIMIZERS
 
     def start_lines(self, config: Config, layout: Layout) -> Sequence[str]:
-        from titan_lite.features.matrix_optimizers.shampoo import first_preconditioned_step
-
         ranks = layout.world_size // layout.degrees["pp"]
         matrices = sum(not is_of_experts(shape) for shape in matrices_in(layout.shapes_of_rank))
         shared = f", shared by {ranks} ranks" if ranks > 1 else ""
         roots = ""
         if config.optimizer.name == "Shampoo":
-            roots = f", with roots from step {first_preconditioned_step(config)} on"
+            start = MatrixOptimizerKeys.of(config).start_preconditioning_step
+            roots = f", with roots from step {start} on"
         of_experts = routers = ""
         if n_experts := layout.model.n_experts:
             parameters = sum(map(is_of_experts, layout.shapes_of_rank.values()))
@@ -47,15 +46,6 @@ class MatrixOptimizers(Feature):
         exact = {"ns_dtype": "float32", "start_preconditioning_step": 1}
         changes = {key: value for key, value in exact.items() if key in read}
         return config.replace(optimizer=optimizer.replace(**changes)), ""
-
-    def optimizer_state_depends_on(
-        self, recipe: Mapping[str, Any], total_steps: int
-    ) -> Mapping[str, int]:
-        optimizer = recipe["optimizer"]
-        if optimizer["name"] != "Shampoo" or not total_steps:
-            return {}
-        step = min(optimizer["start_preconditioning_step"], total_steps)
-        return {"the first step with roots (optimizer.start_preconditioning_step)": step}
 
     def owner_costs(self, config: Config) -> "OwnerCosts":
         from titan_lite.features.matrix_optimizers.matrix_optimizer import optimizer_class

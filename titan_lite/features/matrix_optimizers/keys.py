@@ -32,8 +32,10 @@ class MatrixOptimizerKeys(Section):
     precondition_frequency: int = Field(10, ge=1)
     """Shampoo: steps between computations of the roots."""
 
-    start_preconditioning_step: int = Field(10, ge=1)
-    """Shampoo: first step with roots, at latest the last; earlier ones are AdamW's."""
+    start_preconditioning_step: Annotated[
+        RestartsOptimizer[int], OnlyWith("optimizer.name", "Shampoo")
+    ] = Field(10, ge=1)
+    """Shampoo: first step with roots; earlier ones are AdamW's."""
 
     preconditioner_eps: float = Field(1e-5, gt=0)
     """Shampoo: added to the statistics' eigenvalues, relative to the largest."""

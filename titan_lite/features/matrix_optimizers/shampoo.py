@@ -51,12 +51,6 @@ def inverse_fourth_root(factor: Tensor, eps: float) -> Tensor:
     return (vectors * damped.pow(-0.25) @ vectors.T).to(factor.dtype)
 
 
-def first_preconditioned_step(config: Config) -> int:
-    """Return the first step with roots; a short run has them in its last."""
-    start = MatrixOptimizerKeys.of(config).start_preconditioning_step
-    return min(start, config.training.steps)
-
-
 def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
     """Return the blocks of a matrix with at most so many rows and columns each, row by row of
     blocks.
@@ -149,7 +143,6 @@ class Shampoo(MatrixOptimizer):
     def __init__(self, matrices: Mapping[str, nn.Parameter], config: Config):
         super().__init__(matrices, config)
         self.turns = turns_of(self.keys, dict(zip(matrices, self.shapes, strict=True)))
-        self.first_step = first_preconditioned_step(config)  # with roots
         self.count = 0  # steps that were not skipped, with the present one
 
     def initial_state(self, index: int) -> dict[str, Tensor]:
@@ -190,7 +183,7 @@ class Shampoo(MatrixOptimizer):
         self._update_statistics(index, complete, factors)
 
         grafted = self._adamw_direction(index)
-        age = self.count - self.first_step
+        age = self.count - self.keys.start_preconditioning_step
         if age < 0:
             return grafted
 
