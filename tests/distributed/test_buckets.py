@@ -97,7 +97,7 @@ CASES = [
             ("FSDP-2", "selective", False, torch.bfloat16, MODES),
             ("HSDP-2x2", "full", True, torch.float32, MODES),
             # not "auto": ranks have uneven rows of the vocabulary, for which Inductor's scheduler
-            # makes uneven orders, which is refused; or it merges nothing in backward, an error, too
+            # makes uneven orders, which is refused
             ("dp2tp2", "selective", True, torch.float32, WITHOUT_AUTO),
             ("dp2tp2", "none", False, torch.bfloat16, WITHOUT_AUTO),
         ]

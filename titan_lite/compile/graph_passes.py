@@ -12,7 +12,6 @@ graphs of forward and backward.
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -32,10 +31,10 @@ from titan_lite.compile.report import (
     list_collectives,
 )
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import Config, ConfigError
+from titan_lite.config import Config
 from titan_lite.cost.timeline import Timeline, lower_bound, simulate
 from titan_lite.feature import features_of
-from titan_lite.graph import group_of, parameter_collectives, parameters_of
+from titan_lite.graph import parameters_of
 
 # Changes a graph in place. Returns a count for the report; each pass says of what.
 Pass = Callable[[Graph, PassSettings], int]
@@ -95,8 +94,7 @@ class GraphPasses:
         """Run the passes on the graph `name`: "forward", "backward", "backward_input",
         "backward_weight" or "inference".
 
-        Raises ConfigError if bucketing merges nothing, or if the order of collectives differs
-        between ranks.
+        Raises ConfigError if the order of collectives differs between ranks.
         """
         started = time.perf_counter()
         settings = self.settings
@@ -104,15 +102,12 @@ class GraphPasses:
         merge_waits(graph)
         self.dump(graph, f"{name}_0_traced")
         before = count_collectives(graph)
-        mergeable = count_mergeable(graph)
         changed: dict[str, int] = {}
         for number, run_pass in enumerate(self.passes, 1):
             pass_name = run_pass.__name__
             changed[pass_name] = run_pass(graph, settings)
             self.dump(graph, f"{name}_{number}_{pass_name}")
         module.recompile()
-        if settings.must_change:
-            check_merged(graph, name, mergeable, settings.config.bucketing)
 
         timeline = estimate(graph, name, settings)
         seconds = time.perf_counter() - started
@@ -156,30 +151,6 @@ def estimate(graph: Graph, name: str, settings: PassSettings) -> Timeline | None
         return None
     bound = lower_bound(graph, machine, fused=settings.fused)
     return simulate(graph, machine, name=name, fused=settings.fused, bound=bound)
-
-
-def count_mergeable(graph: Graph) -> Counter[tuple]:
-    """Count the parameters' collectives by what buckets may merge: kind, group and dtype."""
-    return Counter(
-        (node.target, group_of(node), node.meta["val"].dtype)
-        for node in parameter_collectives(graph)
-    )
-
-
-def check_merged(graph: Graph, name: str, mergeable: Counter[tuple], bucketing: str) -> None:
-    """Raise ConfigError if there were collectives to merge and bucketing has merged none.
-
-    mergeable: `count_mergeable` before the passes.
-    """
-    if bucketing == "none" or max(mergeable.values(), default=0) < 2:
-        return
-    if len(parameter_collectives(graph)) < mergeable.total():
-        return
-    why = "" if bucketing == "block" else ", since computation is too short to hide them"
-    raise ConfigError(
-        f'compile.bucketing = "{bucketing}" merged none of the {mergeable.total()} collectives of'
-        f' the {name} graph{why}; use "block" or "none"'
-    )
 
 
 def readable(graph: Graph) -> str:

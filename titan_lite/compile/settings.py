@@ -21,4 +21,3 @@ class PassSettings:
     machine: Machine | None = None  # estimates seconds; None: unknown, so none are estimated
     fused: bool = False  # Inductor fuses pointwise operators into kernels (as in `node_seconds`)
     ranks: StageRanks = field(default_factory=OneRank)  # those that run the same graphs
-    must_change: bool = True  # a pass that a key asks for and that changes nothing is an error

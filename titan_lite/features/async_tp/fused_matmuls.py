@@ -52,8 +52,6 @@ def mark_fused_collectives(graph: Graph, settings: PassSettings) -> int:
 
     `node_seconds` then prices them so. Each matmul of gathered tokens is fused, unless its other
     factor depends on them. Matmuls of which a sum is reduced are not.
-
-    Raises ConfigError if a stage that has blocks has none of them.
     """
     marked = 0
     for node in activation_collectives(graph):
@@ -72,9 +70,6 @@ def mark_fused_collectives(graph: Graph, settings: PassSettings) -> int:
         for matmul in matmuls:
             matmul.meta["parts"] = group_size(node)
         marked += 1
-    has_blocks = any("block" in node.meta for node in graph.nodes)
-    if has_blocks and not marked and settings.must_change:
-        raise nothing_fused()
     return marked
 
 
@@ -156,12 +151,8 @@ def expect_fused_matmuls(graph: Graph) -> int:
     """
     fused = sum(str(node.target) in FUSED_MATMULS for node in graph.nodes)
     if not fused and activation_collectives(graph):
-        raise nothing_fused()
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a"
+            " matmul to overlap it with; use false"
+        )
     return fused
-
-
-def nothing_fused() -> ConfigError:
-    return ConfigError(
-        "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a"
-        " matmul to overlap it with; use false"
-    )

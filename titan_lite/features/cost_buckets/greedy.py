@@ -21,7 +21,6 @@ from torch.fx import Graph, Node
 from titan_lite.compile.passes.bucketing import Buckets, merge_buckets
 from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
-from titan_lite.config import ConfigError
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.timeline import computed_before
 from titan_lite.graph import (
@@ -42,21 +41,12 @@ def bucket_greedily(graph: Graph, settings: PassSettings) -> int:
     """
     if not parameter_collectives(graph):
         return 0
-    chosen = greedy(graph, required_machine(settings), fused=settings.fused)
+    assert settings.machine is not None  # by rules.py
+    chosen = greedy(graph, settings.machine, fused=settings.fused)
     names = name_collectives(chosen)
     own = {name: str(chosen[node]) for node, name in names.items()}
     first = first_ranks_choice(own, settings.ranks)
     return merge_buckets(graph, {node: first[name] for node, name in names.items()})
-
-
-def required_machine(settings: PassSettings) -> Machine:
-    """Return the machine. Raises ConfigError if it is unknown."""
-    if settings.machine is None:
-        raise ConfigError(
-            f'compile.bucketing = "{settings.config.bucketing}" needs a cost model; use'
-            ' compile.machine = "H100"'
-        )
-    return settings.machine
 
 
 def name_collectives(nodes: Iterable[Node]) -> dict[Node, str]:

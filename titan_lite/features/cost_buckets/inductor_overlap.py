@@ -25,7 +25,6 @@ from titan_lite.compile.settings import PassSettings
 from titan_lite.compile.torch_patches import replaced
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import node_seconds
-from titan_lite.features.cost_buckets.greedy import required_machine
 from titan_lite.graph import KINDS, kind_of, parameter_collectives, ranks_of, shards_of, wait_of
 
 
@@ -34,7 +33,8 @@ def overlap_by_inductor(graph: Graph, settings: PassSettings) -> int:
     if not parameter_collectives(graph):
         return 0
     give_own_values(graph)
-    machine = required_machine(settings)
+    assert settings.machine is not None  # by rules.py
+    machine = settings.machine
     shard_work = shards_of(graph)
 
     def estimate(node: Node, nbytes: int | None = None) -> float:

@@ -495,7 +495,6 @@ class PricedPasses(GraphPasses):
             config.compile.replace(backend="aot_eager"),  # which only traces
             machine,
             fused=priced_as == "inductor",
-            must_change=False,
         )
         passes = [order_activation_collectives] if is_eager else choose_passes(config)
         super().__init__(settings, passes)

@@ -139,7 +139,7 @@ class _Keep(GraphPasses):
         machine = None
         if compile.buckets_across_blocks:
             machine = load_machine(compile.machine or "H100")
-        settings = PassSettings(compile, machine, must_change=False)
+        settings = PassSettings(compile, machine)
         super().__init__(settings, choose_passes(small.config))
         self.graphs: dict[str, GraphModule] = {}
 

@@ -200,7 +200,7 @@ class Captured(GraphPasses):
     """Keep the graphs as they are traced."""
 
     def __init__(self):
-        super().__init__(PassSettings(Compile(enable=True, backend="aot_eager"), must_change=False))
+        super().__init__(PassSettings(Compile(enable=True, backend="aot_eager")))
         self.modules = {}
 
     def run(self, module, name):
