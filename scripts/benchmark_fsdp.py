@@ -43,7 +43,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_lite.compile.compile import compile_function, compile_model
+from titan_lite.compile.compile import compile_model, trust_vector_instructions
 from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.settings import PassSettings
@@ -88,8 +88,9 @@ def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend
     if backend:
         assert model.output is not None
         assert model.output.loss is not None
-        config = Compile(enable=True, backend=backend)
-        model.output.loss = compile_function(model.output.loss, config)
+        trust_vector_instructions()
+        loss = torch.compile(model.output.loss, backend=backend, fullgraph=True, dynamic=False)
+        model.output.loss = loss
     for layer in model.layers.values():
         if backend:
             layer.compile(backend=backend)

@@ -285,7 +285,7 @@ def kept_by_theirs(plan: Plan) -> float:
     block = block_weights(model).dense / tp  # elements
     stage = (model.n_layers * block + 2 * table) / pp
     kept = 0.0
-    if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":
+    if not config.compile.enable and config.activation_checkpoint.mode == "selective":
         tokens = layout.microbatch_size * layout.seq_len
         kept = 2.0 * tokens * model.dim * model.n_layers
     if pp > 1:

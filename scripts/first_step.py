@@ -106,7 +106,6 @@ def titan_lite_step(options: Options) -> tuple[Step, float, Callable[[], str]]:
     blocks = options.blocks
     compiled = [
         "--compile.enable",
-        "--compile.components=model",
         f"--compile.backend={options.backend}",
         f"--compile.bucketing={options.bucketing}",
     ]

@@ -80,7 +80,7 @@ def test_a_mixture_goes_on_on_another_layout(before, after, tmp_path):
 
 
 TWO_BATCHES = ["--training.local_batch_size=2", "--training.global_batch_size=8"]
-COMPILED = ["--compile.enable", "--compile.backend=aot_eager", "--compile.components", "model"]
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 
 
 @pytest.mark.slow

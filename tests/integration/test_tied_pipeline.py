@@ -72,7 +72,7 @@ CASES = {  # (options of the pipeline, options of both runs)
     "1F1B": (PIPELINE, []),
     "ZBV": (ZBV, []),
     "Muon": (PIPELINE, ["--optimizer.name=Muon"]),
-    "compiled": ([*PIPELINE, *AOT_EAGER, "--compile.components=model,loss"], []),
+    "compiled": ([*PIPELINE, *AOT_EAGER], []),
     "float8": (PIPELINE, ["--float8.enable", "--float8.all_gather"]),
 }
 # sequences of a microbatch of the pipeline: a scale of float8 is of a microbatch

@@ -108,6 +108,9 @@ def _with_present_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
         table, name = old.split(".")
         if name in tables.get(table, {}):
             tables[table][new.removeprefix(f"{table}.")] = tables[table].pop(name)
+    components = tables.get("compile", {}).pop("components", None)
+    if components == ["loss"]:  # alone, beside a model in eager mode
+        tables["compile"]["enable"] = False
     return tables
 
 

@@ -2,7 +2,6 @@
 
     graph_passes = GraphPasses(PassSettings(config.compile, machine), choose_passes(config))
     compiled = compile_model(traceable, graph_passes)                   # at its first call
-    loss = compile_function(loss, config.compile)                   # without passes
 
     model -> joint.py, model_parts.py: a block of each kind, traced -> model_graph.py: forward and
     backward of the model -> graph_passes.py -> backends.py: kernels -> compiled_model.py
@@ -15,36 +14,23 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
-from torch._dynamo import lookup_backend
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import x86_isa_checker
 from torch._inductor.exc import InvalidCxxCompiler
-from torch.fx import GraphModule
 from torch.utils._triton import has_triton
 
-from titan_lite import progress
 from titan_lite.compile.backends import aot_eager_backend, inductor_backend
 from titan_lite.compile.compiled_model import CompiledModel
-from titan_lite.compile.errors import CompileError, explain
 from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.joint import SplitBackward, TraceSettings
 from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.config import Compile, ConfigError
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-RECOMPILE_LIMIT = 256  # variants of a function; torch's default is 8
 
 
 def compile_model(
@@ -84,35 +70,6 @@ def compile_model(
     else:
         backend = aot_eager_backend(graph_passes)
     return CompiledModel(traceable, config, settings, backend)
-
-
-def compile_function(function: Callable[P, R], config: Compile) -> Callable[P, R]:
-    """Return the loss of a model that is not compiled, compiled by torch.compile.
-
-    It has a graph per shape of its tensors.
-    """
-    if config.backend == "inductor":
-        trust_vector_instructions()
-    compiler = lookup_backend(config.backend)
-
-    def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        with progress.phase(progress.COMPILING):
-            return compiler(graph, inputs)
-
-    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            # Backward is compiled with forward, so that its errors are those of the compiler.
-            with (
-                torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT),
-                functorch_config.patch(force_non_lazy_backward_lowering=True),
-            ):
-                return compiled(*args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            raise CompileError(explain(error, config, "loss", in_backend=False)) from error
-
-    return call
 
 
 # Compilers of this machine

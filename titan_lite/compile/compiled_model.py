@@ -118,12 +118,12 @@ class CompiledModel:
 
     def make_graphs(self, arguments: Mapping[str, Tensor]) -> CompiledGraphs:
         """Trace and compile. Backward is compiled before forward runs, as are its errors found."""
-        with compile_errors(self.config, "model", in_backend=False):
+        with compile_errors(self.config, in_backend=False):
             parts = trace_parts(self.traceable, arguments, self.settings)
             graphs = compose(parts, self.settings.full_backward)
         output = results_of(graphs.forward.graph)[0]
         stride = output.meta["val"].stride()
-        with compile_errors(self.config, "model", in_backend=True):
+        with compile_errors(self.config, in_backend=True):
             return self.compile_graphs(graphs, stride)
 
     def compile_graphs(self, graphs: ModelGraphs, stride: Sequence[int]) -> CompiledGraphs:

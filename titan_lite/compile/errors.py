@@ -7,11 +7,11 @@ from titan_lite.config import Compile, ConfigError
 
 
 class CompileError(RuntimeError):
-    """A failed compilation. The message names the component, the reason and the keys to change."""
+    """A failed compilation. The message names the reason and the keys to change."""
 
 
 @contextmanager
-def compile_errors(config: Compile, component: str, *, in_backend: bool) -> Iterator[None]:
+def compile_errors(config: Compile, *, in_backend: bool) -> Iterator[None]:
     """Return a context in which errors are raised as CompileError.
 
     in_backend: another backend may do better.
@@ -21,23 +21,20 @@ def compile_errors(config: Compile, component: str, *, in_backend: bool) -> Iter
     except CompileError:
         raise
     except Exception as error:
-        raise CompileError(explain(error, config, component, in_backend=in_backend)) from error
+        raise CompileError(explain(error, config, in_backend=in_backend)) from error
 
 
-def explain(error: BaseException, config: Compile, component: str, *, in_backend: bool) -> str:
-    """Return one line: the component, the reason and the keys to change."""
+def explain(error: BaseException, config: Compile, *, in_backend: bool) -> str:
+    """Return one line: the reason and the keys to change."""
     cause = error
-    while hasattr(cause, "inner_exception"):  # of torch.compile: what its backend raised
+    while hasattr(cause, "inner_exception"):  # of Inductor: what a pass or its compiler raised
         cause = cause.inner_exception
     if isinstance(cause, ConfigError):  # raised by a pass, with the key
         return str(cause)
 
     changes = []
-    if (in_backend or cause is not error) and config.backend == "inductor":
+    if in_backend and config.backend == "inductor":
         changes.append('compile.backend = "aot_eager"')
-    others = [f'"{other}"' for other in config.components if other != component]
-    if others:
-        changes.append(f"compile.components = [{', '.join(others)}]")
     changes.append("compile.enable = false")
 
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
@@ -45,6 +42,6 @@ def explain(error: BaseException, config: Compile, component: str, *, in_backend
     if not reason or not isinstance(cause, RuntimeError):  # such as KeyError, whose text is a key
         reason = f"{type(cause).__name__} {reason}".strip()
     return (
-        f'compile.backend = "{config.backend}" cannot compile the {component} ({reason}); '
+        f'compile.backend = "{config.backend}" cannot compile the model ({reason}); '
         f"use {' or '.join(changes)}"
     )

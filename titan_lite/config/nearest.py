@@ -55,6 +55,7 @@ OF_TORCHTITAN = {
     "checkpoint.model_weights_only": "use checkpoint.last_save_model_only",
     "comm.mode": "use titan-lite recipe --world-size N RECIPE, which checks a layout without GPUs",
     "comm.save_traces_folder": "not needed: it is flight_recorder/ in job.dump_folder",
+    "compile.components": "leave it out: a compiled model has its loss in the same graph",
     "config": _RECIPE,
     "config_file": _RECIPE,
     "debug.print_config": _PRINTED,

@@ -366,11 +366,7 @@ class Compile(Section):
     """The compiler, and the passes that bucket and overlap communication."""
 
     enable: Rounding[bool] = False
-    """Compile each of components as one graph."""
-
-    components: Rounding[tuple[Literal["model", "loss"], ...]] = ("model", "loss")
-    """Compiled parts: model, whose graph has the loss; loss: that alone, without float32
-    copies of the logits."""
+    """Compile the model, with its loss, as one graph."""
 
     backend: Rounding[Literal["inductor", "aot_eager"]] = "inductor"
     """inductor makes kernels; aot_eager only traces, for tests."""
@@ -396,13 +392,10 @@ class Compile(Section):
     """Compute gradients of weights during collectives of tensor or context parallelism; not with
     asynchronous tensor parallelism."""
 
-    def compiles(self, component: str) -> bool:
-        return self.enable and component in self.components
-
     @property
     def buckets_across_blocks(self) -> bool:
         """True if the model is compiled with buckets that do not follow its blocks."""
-        return self.compiles("model") and self.bucketing not in ("none", "block")
+        return self.enable and self.bucketing not in ("none", "block")
 
 
 @with_added_keys("checkpoint")

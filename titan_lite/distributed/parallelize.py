@@ -200,7 +200,7 @@ def parallelize(
     them, stages are compiled even if the recipe does not. backwards: replaces the kinds of backward
     that the stages of the layout run (`backwards_of`).
     """
-    compiled = config.compile.compiles("model")
+    compiled = config.compile.enable
     tp = axis_of(mesh["tp"])
     loss = build_loss(config, layout, mesh)
     positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
@@ -269,12 +269,7 @@ def build_loss(
     """Return the loss of the recipe (models/loss.py). It is a part of a compiled model's graph."""
     tp = axis_of(mesh["tp"])
     vocabulary = VocabularyShard(layout.model.vocab_size, tp)
-    loss = Loss(vocabulary, chunk=layout.loss_chunk)
-    if config.compile.compiles("loss") and not config.compile.compiles("model"):
-        from titan_lite.compile.compile import compile_function
-
-        return compile_function(loss.__call__, config.compile)
-    return loss
+    return Loss(vocabulary, chunk=layout.loss_chunk)
 
 
 def build_graph_passes(

@@ -53,7 +53,7 @@ def start_lines(
         lines.append(documents_line(config, layout, device))
     for feature in features_of(config):
         lines += feature.start_lines(config, layout)
-    if config.compile.compiles("model") and not priced:
+    if config.compile.enable and not priced:
         lines.append(
             f"no cost model for {device_name(device)}: what communication costs is not estimated"
             " (compile.machine)"
@@ -120,7 +120,7 @@ def model_line(config: Config, layout: Layout) -> str:
 
 def computed_by(config: Config) -> str:
     compile = config.compile
-    return f"{compile.backend} ({', '.join(compile.components)})" if compile.enable else "eager"
+    return compile.backend if compile.enable else "eager"
 
 
 def layout_line(layout: Layout, device: torch.device) -> str:

@@ -22,13 +22,10 @@ def activation_checkpointing_has_an_option(config: Config) -> Iterator[Mistake]:
 @rule_of_keys
 def memory_budget_is_for_the_compiler(config: Config) -> Iterator[Mistake]:
     mode = config.activation_checkpoint.mode
-    if mode == "memory_budget" and not config.compile.compiles("model"):
+    if mode == "memory_budget" and not config.compile.enable:
         yield Mistake(
             key="activation_checkpoint.mode",
             value=mode,
             why="lets the compiler choose, and the model is not compiled",
-            instead=(
-                'compile.enable = true and compile.components = ["model", "loss"], or mode ='
-                ' "selective"'
-            ),
+            instead='compile.enable = true, or mode = "selective"',
         )

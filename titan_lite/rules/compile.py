@@ -1,29 +1,10 @@
-"""Rules of [compile]: components, and a profile of the machine."""
+"""Rules of [compile]: a profile of the machine."""
 
 from collections.abc import Iterator
 
 from titan_lite.config import Config
 from titan_lite.distributed.layout import Layout
-from titan_lite.rules.mistakes import (
-    Mistake,
-    rule_of_keys,
-    rule_of_layout,
-    told_by,
-)
-
-
-@rule_of_keys
-def there_is_something_to_compile(config: Config) -> Iterator[Mistake]:
-    compile = config.compile
-    if not compile.enable:
-        return
-    if not compile.components:
-        yield Mistake(
-            key="compile.components",
-            value=compile.components,
-            why="leaves nothing to compile, but compile.enable = true",
-            instead='components = ["model", "loss"], or compile.enable = false',
-        )
+from titan_lite.rules.mistakes import Mistake, rule_of_layout, told_by
 
 
 @rule_of_layout

@@ -9,14 +9,13 @@ from torch._inductor import config as inductor_config
 
 from titan_lite.compile import backends
 from titan_lite.compile import compile as stage
-from titan_lite.compile.compile import compile_function, compile_model
+from titan_lite.compile.compile import compile_model
 from titan_lite.compile.errors import CompileError, explain
 from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.model_parts import TraceableModel
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import Compile, ConfigError
 from titan_lite.config.families import ModelConfig
-from titan_lite.models.loss import IGNORE_INDEX, cross_entropy
 from titan_lite.models.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -100,43 +99,6 @@ def test_two_models_of_one_code_have_static_shapes_each():
     assert sizes == {int}
 
 
-# Functions
-
-
-def graphs():
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.release)]
-)
-def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once_without(
-    backend, dtype
-):
-    torch._dynamo.reset()
-    compiled = compile_function(cross_entropy, Compile(enable=True, backend=backend))
-    before = graphs()
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        logits = (3 * torch.randn(2, 16, 64, generator=generator)).to(dtype)
-        labels = torch.randint(64, (2, 16), generator=generator)
-        labels[1, 3:9] = IGNORE_INDEX
-        gradients, losses = [], []
-        for function in (compiled, cross_entropy):
-            leaf = logits.clone().requires_grad_()
-            loss = function(leaf, labels)
-            (loss / 26).sum().backward()
-            gradients.append(leaf.grad)
-            losses.append(loss.detach())
-            with torch.no_grad():
-                torch.testing.assert_close(function(logits, labels), loss.detach())
-        tolerance = dict(rtol=0, atol=0) if backend == "aot_eager" else {}
-        torch.testing.assert_close(losses[0], losses[1], **tolerance)
-        torch.testing.assert_close(gradients[0], gradients[1], **tolerance)
-        assert graphs() - before == 2
-
-
 # Compilers of this machine
 
 
@@ -178,7 +140,7 @@ def test_a_pass_that_fails_on_the_model_is_told_with_the_keys_to_change(wanted, 
     assert (
         str(failure.value)
         == 'compile.backend = "aot_eager" cannot compile the model (parallelism.enable_such_a_thing'
-        ' = true: there is none); use compile.components = ["loss"] or compile.enable = false'
+        " = true: there is none); use compile.enable = false"
     )
     assert isinstance(failure.value.__cause__, RuntimeError)
 
@@ -205,8 +167,7 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
     assert (
         str(failure.value)
         == 'compile.backend = "inductor" cannot compile the model (no kernel for this); use'
-        ' compile.backend = "aot_eager" or compile.components = ["loss"] or'
-        " compile.enable = false"
+        ' compile.backend = "aot_eager" or compile.enable = false'
     )
 
 
@@ -216,7 +177,7 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
 )
 def test_an_error_whose_text_is_no_sentence_has_its_class(error, reason):
     assert f"cannot compile the model ({reason}); use" in explain(
-        error, Compile(enable=True), "model", in_backend=False
+        error, Compile(enable=True), in_backend=False
     )
 
 
@@ -226,50 +187,13 @@ def test_a_model_that_depends_on_values_is_told_and_no_other_backend_named():
             return x + 1 if x.sum() > 0 else x
 
     model = Branch()
-    config = Compile(enable=True, components=("model",), bucketing="none")
+    config = Compile(enable=True, bucketing="none")
     compiled = compile_model(traceable(model), GraphPasses(PassSettings(config)))
     with pytest.raises(CompileError) as failure:
         compiled(torch.ones(3))
     sentence = str(failure.value)
     assert sentence.startswith('compile.backend = "inductor" cannot compile the model (')
     assert sentence.endswith("); use compile.enable = false")
-
-
-def test_a_function_that_fails_in_the_backend_is_told_with_another_one(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no kernel for this")
-
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", broken)
-    torch._dynamo.reset()
-    compiled = compile_function(torch.square, Compile(enable=True))
-    with pytest.raises(CompileError) as failure:
-        compiled(torch.ones(3))
-    assert "cannot compile the loss (no kernel for this)" in str(failure.value)
-    assert 'compile.backend = "aot_eager"' in str(failure.value)
-
-
-def test_a_graph_that_breaks_is_told_and_no_other_backend_named():
-    def printing(x):
-        torch._dynamo.graph_break()
-        return x + 1
-
-    compiled = compile_function(printing, Compile(enable=True, components=("loss",)))
-    with pytest.raises(CompileError) as failure:
-        compiled(torch.ones(3))
-    sentence = str(failure.value)
-    assert sentence.startswith('compile.backend = "inductor" cannot compile the loss (')
-    assert sentence.endswith("); use compile.enable = false")
-    assert "\n" not in sentence
-    assert isinstance(failure.value.__cause__, torch._dynamo.exc.Unsupported)
-
-
-def test_an_error_of_the_run_is_none_of_the_compiler():
-    torch._dynamo.reset()
-    compiled = compile_function(cross_entropy, Compile(enable=True, backend="aot_eager"))
-    logits, labels = torch.zeros(1, 2, 5), torch.zeros(1, 2, dtype=torch.int64)
-    compiled(logits, labels)
-    with pytest.raises(IndexError):
-        compiled(logits, labels + 7)
 
 
 def test_what_triton_needs_of_a_machine_is_asked_before_a_start(monkeypatch, tmp_path):

@@ -36,7 +36,6 @@ def test_every_key_is_described():
         ("training.global_batch_size", "an integer at least 1 and at most 1048576, or -1"),
         ("optimizer.beta1", "a number at least 0 and below 1"),
         ("compile.enable", "true or false"),
-        ("compile.components", 'a list of "model", "loss"'),
         ("float8.filter_fqns", "a list of strings"),
         ("optimizer.ns_dtype", 'one of "bfloat16", "float32"'),
         ("data.dataset", 'one of "stdlib", "local", "c4", "prepared", or owner/name'),

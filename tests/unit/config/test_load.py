@@ -139,7 +139,10 @@ def test_a_tilde_is_the_home_folder_in_sources_and_extends(tmp_path, monkeypatch
             ["--parallelism.pipeline_parallel_split_points=layers.1,layers.2", "norm"],
             {"parallelism": {"pipeline_parallel_split_points": ("layers.1", "layers.2", "norm")}},
         ),
-        (["--compile.components"], {"compile": {"components": ()}}),
+        (
+            ["--parallelism.pipeline_parallel_split_points"],
+            {"parallelism": {"pipeline_parallel_split_points": ()}},
+        ),
         (
             ["--data.sources=[{dataset='c4', weight=2}]"],
             {"data": {"sources": ({"dataset": "c4", "weight": 2},)}},
@@ -399,20 +402,6 @@ MISTAKES = [
         'backend = "inductor"',
     ),
     a_line(
-        "misspelt choice in a list",
-        "compile",
-        'components = ["model", "los"]',
-        "did you mean loss?",
-        'components = ["loss"]',
-    ),
-    a_line(
-        "unknown choice in a list",
-        "compile",
-        'components = ["data"]',
-        '"loss"',
-        'components = ["loss"]',
-    ),
-    a_line(
         "unknown choice", "optimizer", 'ns_dtype = "fp8"', '"bfloat16"', 'ns_dtype = "bfloat16"'
     ),
     # files
@@ -619,13 +608,6 @@ MISTAKES = [
         ('activation_checkpoint.mode = "memory_budget"',),
         "compile.enable = true",
         '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
-    ),
-    together(
-        "nothing to compile",
-        "[compile]\nenable = true\ncomponents = []",
-        ("compile.components = []",),
-        'components = ["model", "loss"]',
-        '[compile]\nenable = true\ncomponents = ["model", "loss"]',
     ),
     together(
         "a step to load, from no checkpoint",

@@ -20,7 +20,7 @@ PLAIN = Metrics(enable_tensorboard=False)
 RECIPE = {
     "training.steps": 100,
     "optimizer.lr": 3e-4,
-    "compile.components": ("model", "loss"),
+    "parallelism.fsdp_keep_gathered": ("norm", "output"),
     "job.description": "<b>&",
     "data.sources": (DataSource(path="a.jsonl"),),
 }
@@ -254,7 +254,7 @@ def test_tensorboard_has_the_recipe_as_text(run):
     accumulator.Reload()
     (event,) = accumulator.Tensors("recipe/text_summary")
     text = event.tensor_proto.string_val[0].decode()
-    assert '    compile.components = ["model", "loss"]' in text.splitlines()
+    assert '    parallelism.fsdp_keep_gathered = ["norm", "output"]' in text.splitlines()
     assert "    optimizer.lr = 0.0003" in text.splitlines()
     assert '    data.sources = [{"dataset": "stdlib", "path": "a.jsonl",' in text
     assert [path.is_file() for path in (folder / "tb").iterdir()] == [

@@ -65,7 +65,6 @@ SHORT = {
     "flavor": "model.flavor",
     "compile": "compile.enable",
     "backend": "compile.backend",
-    "components": "compile.components",
     "bucketing": "compile.bucketing",
     "machine": "compile.machine",
     "steps": "training.steps",
@@ -209,12 +208,6 @@ WRONG = {
         ),
         "batch=4",
     ),
-    "ZBV with a compiled loss": Wrong(
-        2,
-        "pp=2 schedule=ZBVZeroBubble compile=true components=loss backend=aot_eager",
-        ("cuts backward in two", 'compile.components = ["model", "loss"]'),
-        "components=model,loss",
-    ),
     "ZBV with checkpointing": Wrong(
         2,
         "pp=2 schedule=ZBVZeroBubble ac=full",
@@ -313,12 +306,6 @@ WRONG = {
         2,
         "async_tp=true tp=2",
         ("enable_async_tensor_parallel = true", "compile.enable = true"),
-        "async_tp=false",
-    ),
-    "async TP without a compiled model": Wrong(
-        2,
-        "async_tp=true tp=2 compile=true components=loss",
-        ("enable_async_tensor_parallel = true", 'compile.components = ["model", "loss"]'),
         "async_tp=false",
     ),
     "async TP without a GPU": Wrong(

@@ -99,11 +99,9 @@ def test_a_mistake_is_told_although_the_machine_fails(monkeypatch):
 
 
 def test_a_mistake_is_told_in_the_words_of_a_recipe():
-    mistake = Mistake("compile.components", ("model",), "compiles no loss", 'such as ["loss"]')
-    assert (
-        mistake.message(Config())
-        == 'compile.components = ["model"] compiles no loss; use such as ["loss"]'
-    )
+    key = "parallelism.fsdp_keep_gathered"
+    mistake = Mistake(key, ("norm",), "frees the output", 'such as ["output"]')
+    assert mistake.message(Config()) == f'{key} = ["norm"] frees the output; use such as ["output"]'
 
 
 def test_rules_have_names_of_their_own():

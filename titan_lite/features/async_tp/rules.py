@@ -24,10 +24,9 @@ def async_tensor_parallelism_is_done_by_inductor(config: Config) -> Iterator[Mis
         return
     if config.parallelism.tensor_parallel_degree == 1:
         yield Mistake(KEY, True, "has no collective to overlap", "tensor_parallel_degree = 2")
-    if not config.compile.compiles("model"):
+    if not config.compile.enable:
         why = "is done by the compiler, and the model is not compiled"
-        instead = 'compile.enable = true and compile.components = ["model", "loss"]'
-        yield Mistake(KEY, True, why, instead)
+        yield Mistake(KEY, True, why, "compile.enable = true")
     elif config.compile.backend != "inductor":
         yield Mistake(KEY, True, "is done by Inductor", 'compile.backend = "inductor"')
 
@@ -52,7 +51,7 @@ def chunks_divide_the_tokens(config: Config, layout: Layout) -> Iterator[Mistake
     chunks = TokenChunksKeys.of(config).tensor_parallel_chunks
     tp = layout.degrees["tp"]
     tokens = layout.seq_len // layout.degrees["cp"] // tp
-    if tp > 1 and config.compile.compiles("model") and tokens % chunks:
+    if tp > 1 and config.compile.enable and tokens % chunks:
         yield Mistake(
             key="compile.tensor_parallel_chunks",
             value=chunks,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class CostBuckets(Feature):
     def is_on(self, config: Config) -> bool:
         compile = config.compile
-        return compile.compiles("model") and compile.bucketing in VALUES["compile.bucketing"]
+        return compile.enable and compile.bucketing in VALUES["compile.bucketing"]
 
     def passes(self, config: Config, passes: list["Pass"]) -> list["Pass"]:
         from titan_lite.compile.passes.bucketing import bucket_by_block

@@ -43,7 +43,7 @@ class Float8(Feature):
             return
         apply_scaled_weights(model, all_gather=keys.all_gather)
         if axis.degree > 1:
-            apply_float8_tokens(model, family, compiled=config.compile.compiles("model"))
+            apply_float8_tokens(model, family, compiled=config.compile.enable)
 
     def low_precision(self, config: Config) -> LowPrecision:
         keys = Float8Keys.of(config)

@@ -84,7 +84,7 @@ def recomputes_in_repeats(config: Config) -> bool:
     """Return True if blocks recompute all that they can in a step that runs again (capacity.py).
     Without graphs, each half of a backward would do it.
     """
-    return config.compile.compiles("model") or not runs_halves(config.parallelism)
+    return config.compile.enable or not runs_halves(config.parallelism)
 
 
 FEATURE = MoEFeature()

@@ -151,7 +151,7 @@ class SeveralGroups(OneGroup):
     def compile(self) -> None:
         """Run forward and backward of a step that does not count, so that graphs are made."""
         trainer = self.trainer
-        if not trainer.config.compile.compiles("model") or trainer.is_finished:
+        if not trainer.config.compile.enable or trainer.is_finished:
             return
         batch = trainer.loader.peek()
         moved = trainer.model.to_device(

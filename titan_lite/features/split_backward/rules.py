@@ -32,12 +32,8 @@ def zero_bubble_cuts_a_backward_that_can_be_cut(
     config: Config, layout: Layout
 ) -> Iterator[Mistake]:
     name = config.parallelism.pipeline_parallel_schedule
-    if not runs_halves(config.parallelism) or config.compile.compiles("model"):
+    if not runs_halves(config.parallelism) or config.compile.enable:
         return  # a compiled backward has graphs of the halves
-    if config.compile.compiles("loss"):
-        why = "cuts backward in two, which a compiled loss with a model in eager mode cannot be"
-        instead = 'compile.components = ["model", "loss"]' + or_interleaved(layout)
-        yield Mistake(KEY, name, why, instead)
     if config.activation_checkpoint.mode != "none":
         why = (
             "cuts backward in two, and in eager mode each half would recompute every block, the"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tqdm import tqdm
 
-from titan_lite.compile.compile import CompileError
+from titan_lite.compile.errors import CompileError
 from titan_lite.config import KEYS, ConfigError
 from titan_lite.config.nearest import nearest_key
 from titan_lite.cost.machine import GIB, Machine

@@ -171,7 +171,7 @@ class Replay:
         self.computed_itemsize = computed
         self.summed_itemsize = summed
         # A compiled graph gives its gradients away, and they are copied.
-        self.copies_gradients = layout.config.compile.compiles("model")
+        self.copies_gradients = layout.config.compile.enable
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
 
         self.phase = "start"

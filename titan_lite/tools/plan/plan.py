@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from titan_lite.compile.compile import CompileError
+from titan_lite.compile.errors import CompileError
 from titan_lite.config import ConfigError
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.timeline import Timeline

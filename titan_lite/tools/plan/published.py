@@ -193,7 +193,7 @@ def kind_of_run(layout: PlannedLayout, machine: Machine) -> RunKind:
         machine.like or machine.name,
         machine.power or machine.nominal_power,
         low.name if low else config.training.mixed_precision_param,
-        config.compile.backend if config.compile.compiles("model") else "eager",
+        config.compile.backend if config.compile.enable else "eager",
     )
 
 

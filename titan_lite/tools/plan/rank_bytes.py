@@ -75,7 +75,7 @@ def kept_bytes_of_block(config: Config, layout: Layout) -> float:
     # Inputs of matmuls, which selective checkpointing and the compiler recompute: the results of
     # two norms and of the feed-forward. The norms' are gathered for tensor parallelism, which is
     # no small operator.
-    is_compiled = config.compile.compiles("model")
+    is_compiled = config.compile.enable
     hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
     inputs = 0.0 if by_operator or is_compiled else 2 * model.dim + hidden_dim
     if tp > 1 and not by_operator:

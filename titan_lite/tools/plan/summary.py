@@ -78,7 +78,7 @@ def recipe_lines(plan: Plan) -> list[str]:
     layout = plan.layout
     config = layout.config
     compiled = "eager"
-    if config.compile.compiles("model"):
+    if config.compile.enable:
         compiled = f"{config.compile.backend}, {config.compile.bucketing} buckets"
     microbatches = counted(layout.microbatches, "microbatch", "microbatches")
     lines = [

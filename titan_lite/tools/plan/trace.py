@@ -382,12 +382,9 @@ def _bucket_numbers(buckets: Sequence[Bucket]) -> dict[nn.Parameter, int]:
 
 
 def as_traced(layout: PlannedLayout) -> PlannedLayout:
-    """Return a layout whose graphs are made by aot_eager, and have the loss in them."""
+    """Return a layout whose graphs are made by aot_eager."""
     config = layout.config
-    compile = config.compile.replace(
-        backend="aot_eager",
-        components=tuple(name for name in config.compile.components if name != "loss"),
-    )
+    compile = config.compile.replace(backend="aot_eager")
     return dataclasses.replace(layout, config=config.replace(compile=compile))
 
 
@@ -532,7 +529,7 @@ class PricedPasses(GraphPasses):
 
 def mode_of(config: Compile) -> Literal["", "eager", "inductor"]:
     """Return what runs a model; "" for aot_eager."""
-    if not config.compiles("model"):
+    if not config.enable:
         return "eager"
     return "inductor" if config.backend == "inductor" else ""
 

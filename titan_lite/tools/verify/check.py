@@ -97,7 +97,7 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
         verdict.not_covered.append("the exchange of a tied table's gradient between stages")
     if config.fault_tolerance.replica_groups > 1:
         verdict.not_covered.append("sums over replica groups")
-    if not config.compile.compiles("model"):
+    if not config.compile.enable:
         verdict.not_covered.append(
             "eager mode, in which this recipe trains (compile.enable = false)"
         )

@@ -248,7 +248,7 @@ class Recorder(Hook):
 
 def _modules_with_output(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules, by FQN, whose outputs are compared: none of a compiled model."""
-    if trainer.config.compile.compiles("model"):
+    if trainer.config.compile.enable:
         return
     without_output = {"", "layers", "output"}  # the last one returns the loss
     for stage in trainer.model.stages:

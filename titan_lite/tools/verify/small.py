@@ -58,7 +58,6 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
         compile=config.compile.replace(
             enable=True,
             backend="aot_eager",
-            components=("model",),
         ),
     )
     config, without = _exact(config)

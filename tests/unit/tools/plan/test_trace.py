@@ -10,7 +10,7 @@ import torch
 from tiny import DEBUG
 
 from titan_lite.collectives import Axis
-from titan_lite.compile.compile import CompileError
+from titan_lite.compile.errors import CompileError
 from titan_lite.config import (
     ActivationCheckpoint,
     Compile,
