@@ -22,7 +22,6 @@ from titan_lite.checkpoint.manager import Checkpointer
 from titan_lite.checkpoint.state import RunState
 from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
-from titan_lite.distributed.process_group import all_gather_objects
 from titan_lite.distributed.stage_ranks import PipelineStageRanks
 from titan_lite.features.replica_check.comparison import compare_replicas
 from titan_lite.features.watchdog.stragglers import NameStragglers
@@ -183,15 +182,3 @@ def test_what_a_rank_exchanges_does_not_grow_with_ranks(runs):
 
 def test_a_rank_opens_no_connection_to_every_other_one(runs):
     assert max(opened for _, opened in runs[8][1:]) < 8
-
-
-def an_exchange_of_objects():
-    counts = Counter()
-    with counting(counts):
-        all_gather_objects("x" * 100)
-    return counts
-
-
-def test_the_count_sees_what_grows():
-    few, many = (run_ranks(ranks, an_exchange_of_objects)[1] for ranks in (2, 4))
-    assert many["all_gather", "bytes"] > 1.5 * few["all_gather", "bytes"]

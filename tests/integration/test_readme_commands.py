@@ -62,7 +62,7 @@ HERE = {
     ),
     "python scripts/plant_faults.py": Run("groups.py", "--list", quick=True),
     "scripts/test.sh --release": Run(
-        "tests collected", "--collect-only --quiet tests/unit/test_cores.py"
+        "tests collected", "--collect-only --quiet tests/unit/test_sharding.py"
     ),
     "scripts/test.sh --all": Run(
         "tests collected", "--collect-only --quiet tests/integration/test_numbers.py"
