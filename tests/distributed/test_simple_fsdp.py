@@ -3,7 +3,6 @@ communicated for them.
 """
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -15,7 +14,6 @@ from parity import (
     batch,
     build,
     counted,
-    gradients,
     make_mesh,
     my_microbatches,
     one_process,
@@ -170,52 +168,6 @@ def expected_collectives(layout, model, variant):
     replicate, shard = LAYOUTS[layout]
     expected = {"all_gather": gathered, "reduce_scatter": read} if shard > 1 else {}
     return expected | ({"all_reduce": read} if replicate > 1 else {})
-
-
-def accumulate(param, compiled):
-    """{choice: (gradients, collectives)} of a step of four microbatches, communicating once a step
-    or once a microbatch.
-    """
-    mesh = make_mesh(1, 2)
-    tokens, labels = batch()
-    mine = my_microbatches(mesh, tokens, labels, count=4)
-    stage = build(UNTIED, mesh, param=param, compiled=compiled)
-    found = {}
-    for choice in ("microbatch", "step", "microbatch again", "step again"):
-        stage.model.zero_grad()
-        with (
-            counted() as counts,
-            stage.gathered_for_step(len(mine)) if choice.startswith("step") else nullcontext(),
-        ):
-            for input, label in mine:
-                (stage(input, labels=label).sum() / (labels != -100).sum()).backward()
-        found[choice] = (gradients(stage), counts)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("param", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
-@pytest.mark.parametrize("compiled", [None, pytest.param("aot_eager", marks=SLOW)])
-def test_accumulated_gradients_do_not_depend_on_how_often_is_communicated(param, compiled):
-    for found in run_ranks(2, accumulate, param, compiled):
-        once, each = found["step"], found["microbatch"]
-        assert_same(
-            once[0], each[0], atol=1e-6, rtol=1e-4
-        )  # also for bfloat16: both sum microbatches in float32
-        if param is torch.float32:
-            assert_same(once[0], one_process(UNTIED, *batch())[1])
-        for choice in ("step", "microbatch"):
-            assert_same(found[choice][0], found[f"{choice} again"][0], atol=0, rtol=0)
-        # the first time, a compiler runs them too
-        assert found["step again"][1] == {
-            "all_gather": 4,
-            "reduce_scatter": 4,
-        }  # in buckets: test_step_gather.py
-        gathers, reductions = (41, 21) if compiled else (7, 4)
-        assert found["microbatch again"][1] == {
-            "all_gather": 4 * gathers,
-            "reduce_scatter": 4 * reductions,
-        }
 
 
 def mixed(layout):
@@ -453,26 +405,3 @@ def test_inductor_gives_the_same_numbers_and_reshards():
         assert loss == pytest.approx(exact_loss, abs=1e-5)
         assert_same(grads, exact, atol=1e-6, rtol=1e-3)
         assert counts == {"all_gather": 41, "reduce_scatter": 21}
-
-
-def stress():
-    """Steps enough for what goes wrong once in a thousand collectives."""
-    mesh = make_mesh(1, 2)
-    tokens, labels = batch()
-    mine = my_microbatches(mesh, tokens, labels)
-    losses = []
-    for reshard in (True, False):
-        stage = build(replace(UNTIED, n_layers=8, dim=128, hidden_dim=512), mesh, reshard=reshard)
-        optimizer = torch.optim.AdamW(stage.model.parameters(), lr=1e-3)
-        for _ in range(300):
-            loss, _ = step(stage, mesh, mine, (labels != -100).sum(), whole=False)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss)
-    return losses
-
-
-@pytest.mark.release
-def test_600_steps_in_eager_mode():
-    for reshard, keep in run_ranks(2, stress):
-        assert reshard == keep < 0.5
