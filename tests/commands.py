@@ -3,7 +3,7 @@ they print kept.
 
 done = run(*script(tmp_path, *SMALL))              # done.returncode, done.stdout
 job = Job(tmp_path / "log", *script(tmp_path))     # goes on meanwhile: job.output, job.logged(3), job.ended()
-done = train(2, DEBUG, tmp_path, *SMALL)           # as torchrun(2, ...), on forked ranks that need not import torch
+done = train(2, DEBUG, tmp_path, *SMALL)           # as torchrun, on forked ranks that need not import torch
 """
 
 import os
@@ -137,17 +137,11 @@ def launcher(world_size: int, *program: Any, ours: bool = True, restarts: int = 
     return python("-c", LAUNCH, *options) if ours else python("-m", TORCHRUN, *options)
 
 
-def torchrun(world_size: int, recipe: Any, folder: Any, *options: Any, **environment: Any) -> Done:
-    """Train in `folder`, every rank an interpreter of its own."""
-    program = ["-m", "titan_lite.train", recipe, "--job.dump_folder", folder, *options]
-    return run(*launcher(world_size, *program, ours=False), **environment)
-
-
 def train(
     world_size: int, recipe: Any, folder: Any, *options: Any, seconds: float = SECONDS
 ) -> Done:
-    """Do what torchrun() does, for tests of what is trained: ranks are forked, with everything
-    imported.
+    """Train in `folder` as torchrun does, for tests of what is trained: ranks are forked, with
+    everything imported.
 
     The exit code is that of the first rank that has another one than 0; the other ranks have two
     minutes to find out.

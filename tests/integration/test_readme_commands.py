@@ -266,7 +266,7 @@ ELSEWHERE = {
         "test_groups_that_are_started_one_by_one_meet_at_a_lighthouse",
     ),
     "torchrun --nproc-per-node 2 -m titan_lite.train train_configs/debug_model.toml": (
-        "test_a_signal_under_torchrun_alone_saves_the_step"
+        "test_a_launcher_that_is_killed_takes_the_ranks_along_which_save"
     ),
     **dict.fromkeys(
         (

@@ -4,12 +4,8 @@ had been.
 
 import fcntl
 import json
-import os
-import random
 import re
 import signal
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,7 @@ import torch
 from checkpoints import tensors_of
 from commands import Job, launcher, ranks_of, script, train
 from descendants import until_ended
-from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
+from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
 
 from titan_lite.metrics.run_files import read_metrics
 
@@ -33,17 +29,12 @@ OPTIONS = [
 OPTIONS += ["--checkpoint.keep_latest_k=0"]
 
 
-def started(folder, *options, **environment):
-    """A run of ./run_train.sh."""
-    return Job(f"{folder}.log", *script(folder, *OPTIONS, *options), **{"NGPU": 2, **environment})
-
-
-def with_fault(folder, *options, fault, ranks=2, restarts=0, ours=True):
+def with_fault(folder, *options, fault, ranks=2, restarts=0):
     """A run in which `fault` happens, see tests/faulty.py."""
     program = [ROOT / "tests/faulty.py", DEBUG, "--job.dump_folder", folder, *OPTIONS, *options]
     return Job(
         f"{folder}.log",
-        *launcher(ranks, *program, ours=ours, restarts=restarts),
+        *launcher(ranks, *program, restarts=restarts),
         FAULT=json.dumps(fault),
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300,  # seconds to save in
     )
@@ -168,7 +159,7 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
     assert run.output.count(f"checkpoint written to {folder}/checkpoint/step-{saved}\n") == bool(
         saved
     )
-    again = started(folder)
+    again = Job(f"{folder}.log", *script(folder, *OPTIONS), NGPU=2)
     assert again.ended() == 0
     same(folder, alone)
 
@@ -188,18 +179,6 @@ def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
     )
     assert f"done: step {STEPS}" in run.output
     assert saved_steps(folder)[-1] == STEPS
-
-
-@pytest.mark.release
-def test_while_it_compiles(alone, tmp_path):
-    folder = tmp_path / "run"
-    run = with_fault(
-        folder, *AOT_EAGER, fault={"at": "step_start", "step": 1, "rank": 0, "signal": "SIGTERM"}
-    )
-    assert run.ended() == 75
-    assert "SIGTERM received by rank 0 at step 1: saving, then exiting (code 75)" in run.output
-    assert started(folder, *AOT_EAGER).ended() == 0
-    same(folder, alone)
 
 
 @pytest.mark.parametrize(
@@ -222,67 +201,7 @@ def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, ranks, t
     assert saved_steps(tmp_path) == [2]
 
 
-@pytest.mark.release
-@pytest.mark.parametrize(("to", "code"), [("rank", 0), ("launcher", 1)])
-def test_a_signal_under_torchrun_alone_saves_the_step(to, code, alone, tmp_path):
-    folder = tmp_path / "run"
-    fault = {"at": "step_start", "step": 2, "rank": 1, "signal": "SIGTERM", "to": to}
-    run = with_fault(folder, fault=fault, ours=False)
-    assert run.ended() == code
-    assert saved_steps(folder)[-1] == 2
-    assert started(folder).ended() == 0
-    same(folder, alone)
-
-
-def test_a_wrong_recipe_is_not_restarted(tmp_path):
-    run = started(tmp_path / "run", "--model.flavor", "7B", MAX_RESTARTS=3)
-    assert run.ended() == 2
-    assert run.output.count('error: model.flavor = "7B"') == 1
-
-
-def catches(process, number):
-    (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
-    return bool(int(caught, 16) >> number - 1 & 1)
-
-
 ENDLESS = [*SMALL, *steps(100_000), *NO_VALIDATION, "--checkpoint.interval=100000"]
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("at", ["script", "launcher", "importing", "training", "saving"])
-def test_a_storm_of_signals_at_any_moment_ends_in_75(at, tmp_path):
-    folder = tmp_path / "run"
-    run = started(folder, *ENDLESS)
-    moments = {
-        "launcher": "starting 2 CPU",
-        "importing": "starting on 2 ranks",
-        "training": "step +3  loss",
-        "saving": r"\(code 75\)",
-    }
-    if at == "saving":
-        run.logged(2)
-        run.process.send_signal(signal.SIGUSR1)
-    if at in moments:
-        run.until(moments[at])
-    while at == "script" and not catches(run.process, signal.SIGTERM):
-        time.sleep(0.001)
-    rounds = 0
-    while (
-        rounds < 5 or run.process.poll() is None
-    ):  # until it is asked, an ended one has its number
-        rounds += 1
-        with suppress(FileNotFoundError, ProcessLookupError):
-            for pid in (
-                run.process.pid,
-                *(ranks_of(run.process) if at in ("training", "saving") else ()),
-            ):
-                for name in ("SIGTERM", "SIGUSR1"):
-                    os.kill(pid, getattr(signal, name))
-    assert run.ended() == 75
-    assert "Traceback" not in run.output
-    saves = "saving, then exiting" in run.output  # where ranks have come to a step meanwhile
-    assert bool(saved_steps(folder)) == saves
-    assert saves or at not in ("training", "saving")
 
 
 @pytest.mark.release
@@ -305,44 +224,3 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
     )
     assert "to resume: torchrun --nproc-per-node 2 -m titan_lite.train " in run.output
     assert saved_steps(folder)
-
-
-@pytest.mark.release
-def test_a_run_that_is_refused_ends_with_all_its_ranks_at_once(tmp_path):
-    folder = tmp_path / "run"
-    (folder / "checkpoint").mkdir(parents=True)
-    with (folder / "checkpoint/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        run = started(folder, *ENDLESS, MAX_RESTARTS=3)
-        assert run.ended() == 2
-    assert run.output.count("error: ") == 1
-
-
-@pytest.mark.release
-def test_killed_at_twenty_random_moments_it_is_the_run_left_alone(tmp_path):
-    folder, chance = tmp_path / "run", random.Random(0)
-    run = started(
-        folder,
-        *steps(100_000),
-        *every(1, validated=40),
-        "--checkpoint.keep_latest_k",
-        "3",
-        MAX_RESTARTS=20,
-    )
-    reached = 0
-    for number in range(1, 21):
-        run.logged(
-            reached + 2
-        )  # further than the last kill, which would look like a fault that repeats
-        time.sleep(chance.uniform(0, 0.6))  # in a step or a save
-        os.kill(chance.choice(ranks_of(run.process)), signal.SIGKILL)
-        run.until(f"restart {number} of 20")  # all that the attempt before did is logged
-        reached = max(int(step) for step in re.findall(r"step +(\d+)  loss", run.output))
-    run.logged(reached + 2)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.ended() == 75
-    last = saved_steps(folder)[-1]
-    stop = {"at": "step_start", "step": last, "rank": 0, "signal": "SIGTERM"}
-    options = [*steps(100_000), *every(100_000, validated=40)]
-    assert with_fault(tmp_path / "alone", *options, fault=stop).ended() == 75
-    same(folder, tmp_path / "alone")

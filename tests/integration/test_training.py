@@ -1,15 +1,12 @@
-"""The main job through its entry points: what it writes, that it resumes, and that the layout does
-not change the numbers.
-"""
+"""The main job through its entry points: what it writes, that it resumes, and how it ends."""
 
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from commands import python, run, script, torchrun, train
+from commands import run, script, train
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, SHORT, SMALL, every, steps
 
@@ -26,32 +23,6 @@ from titan_lite.trainer import Trainer
 SIX_STEPS = ["--training.seq_len=64", *steps(6, schedule=12), *every(3, validated=3)]
 OPTIONS = [*SMALL, *SIX_STEPS]
 OF_THE_DEBUG_FLAVOR = [*SHORT, *SIX_STEPS]
-
-
-def trained(ranks, recipe, folder, *options, start=train):
-    """Train in `folder`; return {step: metrics} of all that it then holds."""
-    assert start(ranks, recipe, folder, *options).returncode == 0
-    return read_metrics(Path(folder) / "metrics.jsonl")
-
-
-def same(found, expected, names=("loss", "grad_norm", "validation_loss"), **tolerance):
-    assert found.keys() == expected.keys()
-    for step, values in expected.items():
-        for name in names:
-            if name in values:
-                assert found[step][name] == (
-                    pytest.approx(values[name], **tolerance) if tolerance else values[name]
-                ), (
-                    step,
-                    name,
-                )
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Twelve steps on two ranks in one go, by torchrun."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, trained(2, DEBUG, folder, *OPTIONS, *steps(12), start=torchrun)
 
 
 def test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exported(tmp_path):
@@ -135,59 +106,6 @@ def test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exporte
     assert torch.equal(ours["output.weight"], theirs["output.weight"])
 
 
-@pytest.mark.slow
-def test_one_rank_with_another_batch_and_no_loader_process_has_the_same_loss_curve(
-    uninterrupted, tmp_path
-):
-    options = ["--training.local_batch_size=1", "--debug.deterministic", "--data.num_workers=0"]
-    expected = {step: values for step, values in uninterrupted[1].items() if step <= 6}
-    same(trained(1, DEBUG, tmp_path, *OPTIONS, *options), expected, rel=2e-5)
-
-
-@pytest.mark.release
-def test_greedy_buckets_change_no_number_and_leave_their_report(tmp_path):
-    options = [*OPTIONS, *steps(2), "--training.local_batch_size", "4", "--validation.no-enable"]
-    eager = trained(2, DEBUG, tmp_path / "eager", *options)
-    compiled = [*AOT_EAGER, "--compile.bucketing", "greedy", "--compile.dump_graphs"]
-    same(trained(2, DEBUG, tmp_path / "greedy", *options, *compiled), eager)
-    forward, backward = json.loads((tmp_path / "greedy/compile.json").read_text())
-    assert (forward["before"], backward["before"]) == (
-        {"all_gather": 57},
-        {"all_gather": 54, "reduce_scatter": 57},
-    )
-    assert len(forward["after"]) < 57
-    assert forward["timeline"]["exposed"] >= 0
-    names = {path.name for path in (tmp_path / "greedy").iterdir()}
-    assert "timeline.json" in names
-    assert len(list((tmp_path / "greedy/graphs").rglob("*_traced.txt"))) == 2  # by one rank
-
-
-@pytest.mark.release
-def test_buckets_change_no_number_in_a_pipeline(tmp_path):
-    layout = [
-        "--parallelism.pipeline_parallel_degree",
-        "2",
-        "--parallelism.fsdp_communication",
-        "microbatch",
-    ]
-    options = [*OPTIONS, *layout, "--activation_checkpoint.mode=selective", *steps(10)]
-    eager = trained(4, DEBUG, tmp_path / "eager", *options)
-    machine = (
-        tmp_path / "machine.toml"
-    )  # slow enough for Inductor's scheduler to hide, and so to merge, anything
-    machine.write_text('like = "H100"\nlaunch = 100\n')
-    for bucketing in ("none", "block", "greedy", "auto"):
-        compiled = [*AOT_EAGER, "--compile.bucketing", bucketing]
-        compiled += ["--compile.machine", machine]
-        same(trained(4, DEBUG, tmp_path / bucketing, *options, *compiled), eager)
-        reports = json.loads((tmp_path / bucketing / "compile.json").read_text())
-        assert [
-            (report["pp_rank"], report["graph"])
-            for report in reports
-            if report["graph"] != "inference"
-        ] == [(rank, graph) for rank in range(2) for graph in ("forward", "backward")]
-
-
 def with_a_broken_loss(folder):
     """A run whose model cannot be traced, as its loss depends on a value; returns how it ended."""
     config = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *AOT_EAGER])
@@ -207,24 +125,6 @@ def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
     assert cause == "GuardOnDataDependentSymNode"
 
 
-@pytest.mark.slow
-def test_another_seed_has_another_loss_and_gradient_norm(uninterrupted, tmp_path):
-    metrics = trained(2, DEBUG, tmp_path, *OPTIONS, "--debug.seed", "1", *steps(1))
-    of_another, of_this = (
-        [step["loss"], step["grad_norm"]] for step in (metrics[1], uninterrupted[1][1])
-    )
-    assert of_another != pytest.approx(
-        of_this, rel=1e-6
-    )  # which are those of one seed on any layout, and near ln(vocabulary)
-
-
-@pytest.mark.slow
-def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
-    folder, expected = uninterrupted
-    metrics = trained(2, folder / "config.toml", tmp_path, *steps(6))
-    same(metrics, {step: values for step, values in expected.items() if step <= 6})
-
-
 # Two command lines stand for all wrong recipes. Each mistake and its message is tested with its rule
 # (tests/unit/rules, tests/unit/config), wrong variables in tests/unit/test_launch_options.py.
 
@@ -239,19 +139,6 @@ def test_a_wrong_recipe_ends_before_anything_starts(tmp_path):
     assert not folder.exists()
 
 
-def test_a_rank_of_torchrun_ends_with_one_line_too(tmp_path):
-    folder = tmp_path / "out"
-    result = torchrun(1, DEBUG, folder, "--training.seq_len", "200000")
-    line, *of_torchrun = result.stdout.splitlines()
-    assert line == (
-        "error: command line: training.seq_len = 200000 is more than the model's max_seq_len; use"
-        " at most 131072"
-    )
-    assert re.search(r"exitcode *: 2 ", result.stdout)
-    assert not any("titan_lite/" in line for line in of_torchrun)  # of a traceback
-    assert not folder.exists()
-
-
 def test_a_recipe_wrong_for_this_machine_ends_before_ranks_are_connected(tmp_path):
     folder = tmp_path / "out"
     result = train(2, DEBUG, folder, "--profiling.enable_memory_snapshot")
@@ -261,45 +148,3 @@ def test_a_recipe_wrong_for_this_machine_ends_before_ranks_are_connected(tmp_pat
     # a process group would be named by "[rank 0]"
     assert line.startswith("error: command line: profiling.enable_memory_snapshot = true takes")
     assert not folder.exists()
-
-
-@pytest.mark.slow
-def test_one_process_needs_no_launcher_and_profiles(tmp_path):
-    options = [
-        "--job.dump_folder",
-        tmp_path,
-        *OPTIONS,
-        "--profiling.enable_profiling",
-        "--profiling.profile_freq",
-        "3",
-    ]
-    result = run(*python("-m", "titan_lite.train", DEBUG, *options))
-    assert result.returncode == 0
-    traces = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("rank-0.json"))
-    assert traces == [f"profile_traces/trace-step-{step}/rank-0.json" for step in (3, 6)]
-    assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]
-
-
-def test_a_broken_document_is_reported_by_the_rank_that_read_it(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    lines = [
-        json.dumps({"text": f"document {i}: " + "words and more words " * 10}) for i in range(40)
-    ]
-    lines[33] = json.dumps({"txt": "no text"})
-    corpus.write_text("\n".join(lines) + "\n")
-    options = [
-        "--data.dataset",
-        "local",
-        "--data.path",
-        corpus,
-        "--data.no-shuffle",
-        "--validation.no-enable",
-    ]
-    options += ["--data.validation_fraction", "0"]  # else it might be held out
-    result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *options, *steps(12))
-    assert result.returncode != 0
-    told = (
-        r"error: \[rank \d\] .*corpus.jsonl, line 34: data.text_field = \"text\" is not a field of"
-        r" it; its fields with text: txt"
-    )
-    assert re.search(told, result.stdout)
