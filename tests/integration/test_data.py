@@ -70,33 +70,6 @@ def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
     )
 
 
-@pytest.mark.release
-@pytest.mark.parametrize(
-    ("both", "again"),
-    [
-        pytest.param(["--checkpoint.no-enable"], [], id="no step"),
-        pytest.param([], ["--debug.seed=7", "--checkpoint.restart_data"], id="restart_data"),
-    ],
-)
-def test_data_that_starts_anew_counts_bad_documents_anew(both, again, tmp_path):
-    lines = [json.dumps({"text": f"document {i} " * 5}) if i % 3 else "{" for i in range(60)]
-    (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
-    folder = tmp_path / "out"
-    data = [
-        f"--data.path={tmp_path / 'corpus.jsonl'}",
-        *("--data.dataset=local", "--data.validation_fraction=0", "--data.on_bad_document=skip"),
-    ]
-    options = [*OPTIONS, *NO_VALIDATION, *data, *both]
-    assert train(1, DEBUG, folder, *options, *steps(3)).returncode == 0
-    before = (folder / "bad_documents.jsonl").read_bytes()
-    assert before
-    assert train(1, DEBUG, folder, *options, *steps(4), *again).returncode == 0
-    after = (folder / "bad_documents.jsonl").read_bytes()
-    assert after.startswith(before)
-    count = read_metrics(folder / "metrics.jsonl")[4]["bad_documents"]
-    assert len(after[len(before) :].splitlines()) == count > 0
-
-
 @pytest.mark.slow
 def test_bad_documents_that_every_validation_reads_are_counted_once(tmp_path):
     lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(60)]
@@ -113,20 +86,6 @@ def test_bad_documents_that_every_validation_reads_are_counted_once(tmp_path):
     assert result.returncode == 0, result.stdout
     metrics = read_metrics(folder / "metrics.jsonl")
     assert metrics[4]["bad_documents"] == metrics[1]["bad_documents"] > 0
-
-
-@pytest.mark.release
-def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_path):
-    result = train(
-        2, DEBUG, tmp_path / "out", *options, *steps(12), "--data.max_bad_documents", "2"
-    )
-    assert result.returncode != 0
-    assert re.search(r"error: \[rank \d\] data.max_bad_documents = 2: ", result.stdout)
-    listed = [
-        json.loads(line)["location"]
-        for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()
-    ]
-    assert sorted(set(listed)) == ["line 21", "line 34", "line 8"]
 
 
 def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
@@ -151,50 +110,3 @@ def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
         for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()
     }
     assert listed == {f"line {number}" for number in range(1, 10)}
-
-
-def test_ranks_that_read_the_same_are_named_before_a_step(tmp_path):
-    corpus = tmp_path / "one.txt"
-    corpus.write_text("the only document there is " * 50)
-    more = [
-        "--data.dataset",
-        "local",
-        "--data.path",
-        corpus,
-        "--data.validation_fraction",
-        "0",
-        *NO_VALIDATION,
-    ]
-    result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *more)
-    assert result.returncode != 0
-    told = (
-        "error: ranks 0, 1 have read the same first batch: [data] has too few different documents"
-    )
-    assert result.stdout.count(told) == 1  # and not by each rank
-    assert result.stdout.count("have read the same") == 1
-    assert "step    1" not in result.stdout
-
-
-@pytest.mark.slow
-def test_a_validation_set_of_ones_own_is_what_is_validated_on(tmp_path):
-    """New weights have the same loss on it, whatever is trained on; another set has another."""
-    for name, word in (("a", "apples"), ("b", "boats"), ("val", "vales"), ("other", "otters")):
-        lines = (json.dumps({"text": f"{word} {i} " * 40}) + "\n" for i in range(40))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    losses = {}
-    for trained_on, validated_on in (("a", "val"), ("b", "val"), ("a", "other"), ("a", "")):
-        folder = tmp_path / f"{trained_on}-{validated_on}"
-        more = ["--data.dataset=local", f"--data.path={tmp_path}/{trained_on}.jsonl"]
-        if validated_on:
-            more.append(f"--validation.path={tmp_path}/{validated_on}.jsonl")
-        result = train(1, DEBUG, folder, *OPTIONS, *more, "--training.steps=1")
-        assert result.returncode == 0, result.stdout
-        assert (f"validation: local ({tmp_path}/val.jsonl), 1 file" in result.stdout) == (
-            validated_on == "val"
-        )
-        metrics = read_metrics(folder / "metrics.jsonl")
-        losses[trained_on, validated_on] = metrics[0]["validation_loss"], metrics[1]["loss"]
-    assert losses["a", "val"][0] == losses["b", "val"][0]
-    assert losses["a", "val"][1] != losses["b", "val"][1]
-    assert losses["a", "other"][0] not in (losses["a", "val"][0], losses["a", ""][0])
-    assert losses["a", "other"][1] == losses["a", "val"][1]

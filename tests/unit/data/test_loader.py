@@ -11,19 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from descendants import runs
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import MachineError
-from titan_lite.data.documents import EPOCH_STRIDE, build_source
+from titan_lite.data.documents import EPOCH_STRIDE
 from titan_lite.data.loader import build_loader
 from titan_lite.data.packing import WindowPacker
 from titan_lite.data.processes import LoaderError
@@ -33,27 +31,8 @@ from titan_lite.data.tokenizer import load_tokenizer
 ROOT = Path(__file__).parents[3]
 STREAMS = 8
 SEQ_LEN = 16
-LENGTHS = [
-    5,
-    2,
-    300,
-    17,
-    41,
-    1,
-    90,
-    33,
-    12,
-    64,
-    7,
-    150,
-    28,
-    3,
-    55,
-    20,
-    9,
-    110,
-    38,
-]  # characters of 19 documents
+# characters of 19 documents
+LENGTHS = [5, 2, 300, 17, 41, 1, 90, 33, 12, 64, 7, 150, 28, 3, 55, 20, 9, 110, 38]
 
 
 @pytest.fixture(scope="module")
@@ -141,29 +120,6 @@ def test_groups_that_deal_batches_have_each_once_and_the_same_state(corpus, toke
         copies[1 - number % 2].skip()
         assert same(next(copies[number % 2]), expected)
     assert copies[0].state_dict() == copies[1].state_dict() == alone.state_dict()
-
-
-def test_every_token_is_in_one_window_in_order(data, tokenizer):
-    steps = 12
-    [loader] = loaders(data, tokenizer)
-    streams = (
-        torch.stack([global_batch([loader], STREAMS) for _ in range(steps)], dim=1)
-        .flatten(1)
-        .tolist()
-    )
-    expected: dict[int, list[int]] = defaultdict(list)
-    for ordinal, text in build_source(data, split="train", seed=0).documents(
-        0, lambda ordinal: True
-    ):
-        expected[ordinal % STREAMS] += tokenizer.encode_document(text).tolist()
-        if len(expected) == STREAMS and min(map(len, expected.values())) >= steps * (SEQ_LEN + 1):
-            break
-    assert loader.state_dict()["windows_taken"] == steps * STREAMS
-    for stream in range(STREAMS):
-        assert streams[stream] == expected[stream][: steps * (SEQ_LEN + 1)]
-        [[ordinal, used]] = loader.state_dict()["positions"][str(stream)]
-        assert ordinal % STREAMS == stream or used == 0
-        assert used < len(expected[stream])
 
 
 @pytest.mark.parametrize(
@@ -293,35 +249,6 @@ def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterr
             assert hashes(global_batch(ranks, batch_size)) == samples
 
 
-def test_another_length_of_sequence_goes_on_at_the_next_token(data, tokenizer):
-    """On which resume.py relies where it calls a new training.seq_len no other data."""
-    ranks = loaders(data, tokenizer)
-    before = torch.stack([global_batch(ranks, STREAMS) for _ in range(6)], dim=1).flatten(1)
-    state = state_of(ranks)
-    after = torch.stack([global_batch(ranks, STREAMS) for _ in range(4)], dim=1).flatten(1)
-    longer = build_loader(
-        data,
-        tokenizer,
-        split="train",
-        streams=STREAMS,
-        batch_size=STREAMS,
-        seq_len=2 * SEQ_LEN + 1,
-        dp_rank=0,
-        dp_degree=1,
-        seed=0,
-    )
-    longer.load_state_dict(state)
-    windows = torch.cat(
-        [
-            torch.cat((batch.input, batch.label[:, -1:]), dim=1)
-            for batch in (next(longer), next(longer))
-        ],
-        dim=1,
-    )
-    assert torch.equal(windows, after)
-    assert not torch.equal(windows, before[:, : windows.shape[1]])
-
-
 class Listening:
     """A tokenizer that remembers what it was given."""
 
@@ -407,66 +334,6 @@ def test_a_state_goes_on_with_its_own_streams_whatever_the_run_would_have(data, 
         loaders(
             data, tokenizer, state=ranks[0].state_dict()
         )  # which is not merged with the other's
-
-
-class Letters:
-    """A tokenizer of one token a character."""
-
-    def encode_document(self, text):
-        return np.array([0, *map(ord, text), 1])
-
-
-LAYOUTS = st.sampled_from(
-    [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 2), (6, 1), (5, 3)]
-)  # ranks, local batch size
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    legs=st.lists(
-        st.tuples(LAYOUTS, st.lists(st.integers(1, 5), max_size=5)), min_size=1, max_size=4
-    ),
-    streams=st.integers(1, 9),
-)
-def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs, streams):
-    """legs: parts of a run, each resumed on other ranks; local batches of each step.
-
-    Also where ranks do not divide the streams.
-    """
-    data = Data(
-        dataset="local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0
-    )
-    state, steps = None, []
-    for (dp_degree, batch_size), accumulations in legs:
-        ranks = loaders(
-            data,
-            Letters(),
-            dp_degree,
-            batch_size,
-            state=state,
-            streams=streams if state is None else 7,
-        )
-        for accumulation in accumulations:
-            steps.append(
-                global_batch(ranks, batch_size, size=accumulation * batch_size * dp_degree)
-            )
-        state = state_of(ranks)
-    taken = sum(map(len, steps))
-    assert state["windows_taken"] == taken
-    tokens: dict[int, list[int]] = defaultdict(list)
-    documents = build_source(data, split="train", seed=0).documents(0, lambda ordinal: True)
-    need = {one: len(range(one, taken, streams)) * (SEQ_LEN + 1) for one in range(streams)}
-    while any(len(tokens[one]) < count for one, count in need.items()):
-        ordinal, text = next(documents)
-        tokens[ordinal % streams] += Letters().encode_document(text).tolist()
-    expected = []
-    for number in range(taken):
-        begin = number // streams * (SEQ_LEN + 1)
-        expected.append(tokens[number % streams][begin : begin + SEQ_LEN + 1])
-    assert [window for step in steps for window in step.tolist()] == expected
 
 
 def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenizer):
