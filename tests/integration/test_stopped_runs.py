@@ -29,6 +29,11 @@ OPTIONS = [
 OPTIONS += ["--checkpoint.keep_latest_k=0"]
 
 
+def started(folder, *options):
+    """A run of ./run_train.sh on two ranks."""
+    return Job(f"{folder}.log", *script(folder, *OPTIONS, *options), NGPU=2)
+
+
 def with_fault(folder, *options, fault, ranks=2, restarts=0):
     """A run in which `fault` happens, see tests/faulty.py."""
     program = [ROOT / "tests/faulty.py", DEBUG, "--job.dump_folder", folder, *OPTIONS, *options]
@@ -159,7 +164,7 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
     assert run.output.count(f"checkpoint written to {folder}/checkpoint/step-{saved}\n") == bool(
         saved
     )
-    again = Job(f"{folder}.log", *script(folder, *OPTIONS), NGPU=2)
+    again = started(folder)
     assert again.ended() == 0
     same(folder, alone)
 

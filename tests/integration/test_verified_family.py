@@ -51,30 +51,6 @@ NORM_OVER_HEADS = changed(
         "        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))\n",
     ),
 )
-# Gate and up in one matrix, of which a rank has rows of the gate alone, or of up.
-GATE_AND_UP = changed(
-    (
-        "def build_block(config):\n    return TransformerBlock(config, GatedAttention(config))\n",
-        "class FeedForward(nn.Module):\n"
-        "    def __init__(self, config):\n"
-        "        super().__init__()\n"
-        "        self.w1 = nn.Linear(config.dim, 2 * config.hidden_dim, bias=False)\n"
-        "        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)\n\n"
-        "    def forward(self, x):\n"
-        "        gate, up = self.w1(x).chunk(2, -1)\n"
-        "        return self.w2(torch.sigmoid(gate) * up)\n\n\n"
-        "def build_block(config):\n"
-        "    block = TransformerBlock(config, GatedAttention(config))\n"
-        "    block.feed_forward = FeedForward(config)\n"
-        "    return block\n",
-    ),
-    (
-        "        **feed_forward_parameters(config),\n",
-        '        "feed_forward.w1.weight": (2 * config.hidden_dim, config.dim),\n'
-        '        "feed_forward.w2.weight": (config.dim, config.hidden_dim),\n',
-    ),
-    ('"attention.gate": "columns"', '"attention.gate": "columns", "feed_forward.w1": "columns"'),
-)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +58,6 @@ GATE_AND_UP = changed(
     [
         (TOKEN_SHIFT, "tp=2", "layers.0.attention.wq"),
         pytest.param(TOKEN_SHIFT, "cp=2", "layers.0.attention_norm", marks=pytest.mark.release),
-        pytest.param(GATE_AND_UP, "tp=2", "layers.0.feed_forward.w2", marks=pytest.mark.slow),
     ],
 )
 def test_the_proxy_finds_what_no_structure_shows(text, layout, module, tmp_path, capfd):

@@ -528,6 +528,8 @@ def test_a_changed_file_of_ones_own_family_is_told():
     assert compared(step, identity(family_file="b" * 64)).describe() == [
         "changed: SHA-256 of the Python file of model.name: bbbbbbbbbbbb, was aaaaaaaaaaaa"
     ]
+    here, there = ({**FACTS["model"], "family": f"/{folder}/own.py"} for folder in "ab")
+    assert compared(saved(model=here), identity(model=there)).changes == ()
 
 
 def test_a_validation_set_of_ones_own_may_be_added_if_as_many_documents_stay_held_out():

@@ -71,10 +71,6 @@ def test_attention_by_a_function_of_its_own_gets_a_mask_and_no_documents():
 
 
 RANDOM = {
-    "a function": (
-        [result(f"torch.nn.functional.dropout({RESULT}, 0.1)")],
-        "aten.bernoulli_.float",
-    ),
     "a module": (
         [
             (GATE, f"{GATE}        self.noise = nn.Dropout(0.1)\n"),
@@ -82,18 +78,6 @@ RANDOM = {
         ],
         "aten.bernoulli_.float",
     ),
-    "attention": (
-        [
-            ("import torch\n", "import torch\nfrom torch.nn import functional as F\n"),
-            (
-                "self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)",
-                "F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)),"
-                " dropout_p=0.1, enable_gqa=True).transpose(1, 2)",
-            ),
-        ],
-        "aten.bernoulli_.float",
-    ),
-    "noise": ([result(f"{RESULT} + torch.randn_like(x)")], "aten.randn_like"),
     "noise on the host": (
         [result(f'{RESULT} + torch.rand(1, device="cpu").item()')],
         "aten.rand.default",
