@@ -5,9 +5,9 @@
 The fault is a JSON object:
 
     rank    to which it happens
-    at      a method of Hook without "on_", such as "validation_batch"; or "compile", or "layer" with
-            the layer's number in "layer"
-    step    in this step alone, and once; from: in every step from this one on
+    at      a method of Hook without "on_", such as "validation_batch"; or "layer" with the layer's
+            number in "layer"
+    step    in this step alone, and once
     sleep   seconds; or hold: seconds in a library that lets no other Python thread
             run; or raise: an error's message; or signal: one that the rank sends to itself, or "to" the "launcher" that
             started it, or to "nobody": the test sends it. The rank goes on when it has received it.
@@ -15,14 +15,12 @@ The fault is a JSON object:
 """
 
 import ctypes
-import functools
 import json
 import os
 import signal
 import sys
 import time
 
-from titan_lite.compile import joint
 from titan_lite.features.watchdog import watchdog
 from titan_lite.hooks import Hook
 from titan_lite.logging import events
@@ -57,11 +55,7 @@ def happen():
 
 
 def happen_if_due(step):
-    if (
-        step >= FAULT["from"]
-        if "from" in FAULT
-        else not happened and FAULT.get("step") in (None, step)
-    ):
+    if not happened and FAULT.get("step") in (None, step):
         happened.append(step)
         happen()
 
@@ -75,24 +69,11 @@ class Fault(Hook):
                     layer.register_forward_pre_hook(lambda *inputs: happen_if_due(events.step))
 
 
-if FAULT["at"] not in ("compile", "layer"):
+if FAULT["at"] != "layer":
     setattr(Fault, f"on_{FAULT['at']}", lambda self, *_: happen_if_due(events.step))
-
-
-def before(function):
-    @functools.wraps(function)
-    def changed(*arguments, **options):
-        happen()
-        return function(*arguments, **options)
-
-    return changed
 
 
 if __name__ == "__main__":
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     here = os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every"))
-    if here and FAULT["at"] == "compile":  # in the middle of which nobody looks on
-        joint.min_cut_rematerialization_partition = before(
-            joint.min_cut_rematerialization_partition
-        )
     end_with(lambda: main(sys.argv[1:], hooks=[Fault()] if here else []))

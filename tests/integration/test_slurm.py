@@ -6,12 +6,11 @@ import getpass
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -296,66 +295,3 @@ def test_a_job_that_somebody_cancels_is_saved_and_not_requeued(cluster, tmp_path
     assert "back into the queue" not in job.output
     assert job["Restarts"] == "0"
     assert saved_steps(job.folder / "run")[-1] >= 5
-
-
-@pytest.mark.release
-def test_a_job_whose_time_is_nearly_over_is_requeued(alone, cluster, tmp_path):
-    # Slurm counts in minutes, and looks at times now and then
-    slow = [*steps(20_000, schedule=20_000), "--checkpoint.keep_latest_k", "2"]
-    job = cluster.sbatch(tmp_path / "job", *slow, slurm=["--time=1", "--signal=USR1@50"])
-    until(lambda: "back into the queue" in job.output, job.told, 180)
-    until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told)
-    # Where the machine is slow, the time is nearly over before the first step.
-    assert (
-        saved_steps(job.folder / "run")
-        if "SIGUSR1 received by" in job.output
-        else ("SIGUSR1: stopped at the start, with nothing to save" in job.output)
-    )
-    cluster.run("scancel", job.number)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL], ids=["daemon", "node"])
-def test_a_node_that_is_lost_requeues_the_job_which_goes_on_exactly(fate, alone, cluster, tmp_path):
-    """Slurm finds it out by its SlurmdTimeout.
-
-    What outlives the daemon would be done before: it is held.
-    """
-    job = cluster.sbatch(tmp_path / "job", "--checkpoint.interval", "2")
-    job.logged(5)
-    left = processes_of(job, "n1")
-    assert len(left) >= 3  # the step daemon, the launcher, the rank
-    lost = cluster.daemons.pop("n1")
-    for pid in (lost.pid, *left):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL if pid == lost.pid else fate)
-    lost.wait()
-    until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told, 300)
-    assert "Node failure on n1" in job.output
-    assert saved_steps(job.folder / "run")[-1] >= 4
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    cluster.node("n1")
-    job.goes_on()
-    assert job.ends() == ("COMPLETED", "0:0")
-    same(job.folder / "run", alone.folder / "run")
-
-
-def processes_of(job, node):
-    """Return the pids of the job's processes on a node, and of its step daemons."""
-    wanted = {
-        f"SLURM_CONF={job.cluster.folder}/slurm.conf",
-        f"SLURM_JOB_ID={job.number}",
-        f"SLURMD_NODENAME={node}",
-    }
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted <= set((folder / "environ").read_text(errors="replace").split("\0")):
-                parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1]
-                step_daemon = Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd")
-                found |= {int(folder.name), *([int(parent)] if step_daemon else [])}
-        except OSError:
-            continue  # it has ended
-    return sorted(found)

@@ -71,6 +71,12 @@ def test_a_run_that_waits_for_its_first_batch_says_what_is_packed():
     assert progress.current.name == "start"
 
 
+@pytest.mark.parametrize(("option", "key"), [("no-enable", "init"), ("enable", "compile")])
+def test_what_may_compile_has_a_limit_of_its_own(option, key):
+    trainer = SimpleNamespace(config=load_config(DEBUG, [f"--compile.{option}"]))
+    assert Trainer.compile_limit.fget(trainer) == f"{key}_timeout_seconds"
+
+
 def test_a_signal_in_a_long_step_waits_for_that_step(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
