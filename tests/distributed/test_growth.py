@@ -27,26 +27,11 @@ from titan_lite.features.replica_check.comparison import compare_replicas
 from titan_lite.features.watchdog.stragglers import NameStragglers
 from titan_lite.resilience.stop_signal import StopSignal
 
-COUNTED = (
-    "all_reduce",
-    "broadcast",
-    "gather",
-    "scatter",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter",
-)
-COUNTED += (
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "barrier",
-)
+COLLECTIVES = """
+    all_reduce broadcast gather scatter reduce all_gather all_gather_into_tensor reduce_scatter
+    reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
+"""
+COUNTED = COLLECTIVES.split()
 
 
 def nbytes(value):

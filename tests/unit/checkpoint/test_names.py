@@ -33,13 +33,8 @@ MOE = of_family("qwen3_moe", TINY)
 OF_LLAMA = TorchtitanNames("llama3")
 OWN_FAMILY = ROOT / "tests/own_families/shared_expert.py"
 IN_A_LAYER = (  # parameters of torchtitan's Llama3Model, 0.3.0
-    "attention.qkv_linear.wq",
-    "attention.qkv_linear.wk",
-    "attention.qkv_linear.wv",
-    "attention.wo",
-    "feed_forward.w1",
-    "feed_forward.w2",
-    "feed_forward.w3",
+    *(f"attention.{name}" for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo")),
+    *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
     "attention_norm",
     "ffn_norm",
 )
@@ -48,13 +43,9 @@ THEIRS = {"tok_embeddings.weight", "norm.weight", "lm_head.weight"} | {
 }
 IN_A_MIXTURE = (  # and those of its Qwen3Model with a mixture, with a buffer
     *(f"{module}.weight" for module in IN_A_LAYER if "feed_forward" not in module),
-    "attention.q_norm.weight",
-    "attention.k_norm.weight",
-    "moe.router.gate.weight",
-    "moe.expert_bias_E",
-    "moe.routed_experts.inner_experts.w1_EFD",
-    "moe.routed_experts.inner_experts.w2_EDF",
-    "moe.routed_experts.inner_experts.w3_EFD",
+    *(f"attention.{name}.weight" for name in ("q_norm", "k_norm")),
+    *(f"moe.{name}" for name in ("router.gate.weight", "expert_bias_E")),
+    *(f"moe.routed_experts.inner_experts.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")),
 )
 
 

@@ -44,73 +44,18 @@ def as_json(ours, tmp_path_factory):
 
 # Letters with and without case, digits, marks, scripts without spaces, right to left, emoji with
 # joiners, private use, controls.
-RANGES = [
-    (0x20, 0x7E),
-    (0x00, 0x1F),
-    (0x30, 0x39),
-    (0xA0, 0x24F),
-    (0x300, 0x36F),
-    (0x370, 0x3FF),
-    (0x400, 0x4FF),
-    (0x590, 0x5FF),
-    (0x600, 0x6FF),
-    (0x900, 0x97F),
-    (0xE00, 0xE7F),
-    (0x1100, 0x11FF),
-    (0x2000, 0x206F),
-    (0x2070, 0x209F),
-    (0x2150, 0x218F),
-    (0x2190, 0x22FF),
-    (0x3040, 0x30FF),
-    (0x4E00, 0x9FFF),
-    (0xAC00, 0xD7A3),
-    (0xE000, 0xE0FF),
-    (0xFE00, 0xFE0F),
-    (0xFF00, 0xFFEF),
-    (0x10330, 0x1034A),
-    (0x1D400, 0x1D7FF),
-    (0x1F300, 0x1F6FF),
-    (0x1F900, 0x1F9FF),
-    (0x20000, 0x2A6DF),
-    (0xE0100, 0xE01EF),
-]
-PIECES = [
-    " ",
-    "  ",
-    "\n",
-    "\r\n",
-    "\n\n ",
-    "\t",
-    "\u00a0",
-    "\u3000",
-    "\u200d",
-    "'s",
-    "'LL",
-    "'Re",
-    "\u2019t",
-    "123",
-    "4567890",
-    "0.5",
-    "e-9",
-]
-PIECES += [
-    "def ",
-    "return",
-    "{}",
-    "://",
-    "...",
-    "---",
-    "__init__",
-    "naïve",
-    "Straße",
-    "\u0130",
-    "한국어",
-    "漢字",
-    "👩‍👩‍👧",
-    "🇩🇪",
-    "\ufeff",
-    "\ufffd",
-]
+BLOCKS = """
+    20-7E 0-1F 30-39 A0-24F 300-36F 370-3FF 400-4FF 590-5FF 600-6FF 900-97F E00-E7F 1100-11FF
+    2000-206F 2070-209F 2150-218F 2190-22FF 3040-30FF 4E00-9FFF AC00-D7A3 E000-E0FF FE00-FE0F
+    FF00-FFEF 10330-1034A 1D400-1D7FF 1F300-1F6FF 1F900-1F9FF 20000-2A6DF E0100-E01EF
+"""
+RANGES = [tuple(int(end, 16) for end in block.split("-")) for block in BLOCKS.split()]
+WORDS = """
+    's 'LL 'Re \u2019t 123 4567890 0.5 e-9 return {} :// ... --- __init__ naïve Straße \u0130 한국어
+    漢字 👩‍👩‍👧 🇩🇪 \ufeff \ufffd
+"""
+PIECES = [" ", "  ", "\n", "\r\n", "\n\n ", "\t", "\u00a0", "\u3000", "\u200d", "def "]
+PIECES += WORDS.split()
 
 
 def diverse(count):
