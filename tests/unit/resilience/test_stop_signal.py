@@ -1,13 +1,18 @@
 """Ranks agree to stop, and one of them says who was asked and what follows."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
+from titan_lite.distributed.mesh import build_mesh
 from titan_lite.resilience import stop_signal
 from titan_lite.resilience.signals import LAUNCHER_DEATH
 from titan_lite.resilience.stop_signal import StopSignal
+from titan_lite.trainer import Trainer
 
 
 @pytest.fixture
@@ -59,3 +64,15 @@ def test_who_received_it(ranks, caplog, names, words):
     ranks(*names)
     StopSignal(torch.device("cpu"), lambda: "step 7").update(1)
     assert caplog.messages[-1].startswith(words)
+
+
+def stops_of_a_pair():
+    """Of two tensor-parallel ranks, the second one has a signal."""
+    degrees = dict(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=2)
+    trainer = SimpleNamespace(mesh=build_mesh(degrees, "cpu"))
+    return Trainer.sum_loss_and_stops(trainer, torch.zeros(()), dist.get_rank() == 1)[1]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_their_data_stop_together():
+    assert [bool(stops) for stops in run_ranks(2, stops_of_a_pair)] == [True, True]
