@@ -183,15 +183,12 @@ def attention_within_documents(config: Config, layout: Layout, device: torch.dev
 def pipeline_line(config: Config, layout: Layout) -> str:
     pipeline = layout.pipeline
     schedule = config.parallelism.pipeline_parallel_schedule
-    line = (
+    return (
         f"pipeline: {len(pipeline.modules)} stages, {schedule}, {pipeline.microbatches}"
-        f" microbatches of {layout.microbatch_size}"
+        f" microbatches of {layout.microbatch_size};"
+        f" stages on a rank: {len(pipeline.stages_of(0))},"
+        f" ranks of a stage: {layout.world_size // layout.degrees['pp']}"
     )
-    degree = layout.degrees["pp"]
-    for place in range(degree):
-        stages = ", ".join(map(str, pipeline.stages_of(place)))
-        line += f"; stage {stages} from rank {place * layout.world_size // degree} on"
-    return line
 
 
 def memory_line(config: Config, layout: Layout) -> str:

@@ -116,8 +116,8 @@ def test_the_start_of_other_runs():
         "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
     )
     assert lines[5] == (
-        "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; stage 0, 2 from rank 0 on;"
-        " stage 1, 3 from rank 1 on"
+        "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; stages on a rank: 2,"
+        " ranks of a stage: 1"
     )
 
 
