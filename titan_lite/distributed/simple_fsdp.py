@@ -236,6 +236,11 @@ class Sharding:
         """Return the tensors that autograd accumulates into: parameters, or a step's weights."""
         return [self.eager.leaf(parameter, spec) for parameter, spec in self.specs.items()]
 
+    @property
+    def is_gathered_for_step(self) -> bool:
+        """True within `gathered_for_step` of an eager model."""
+        return self.eager is not self.prefetch
+
     @contextmanager
     def gathered_for_step(self, microbatches: int, *, compiled: bool) -> Iterator[None]:
         """Gather weights once for the microbatches of an optimizer step, and reduce gradients once.
@@ -405,8 +410,8 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
         sharding = _sharding_of(self)
         if sharding.traced is not None:
             return cls.forward(self, *args, **kwargs)
-        within_step = sharding.eager is not sharding.prefetch
-        reshard = bool(sharding.resharded) and not within_step and torch.is_grad_enabled()
+        drops = bool(sharding.resharded) and not sharding.is_gathered_for_step
+        reshard = drops and torch.is_grad_enabled()
         with sharding.prefetch.forward(reshard):
             return cls.forward(self, *args, **kwargs)
 
