@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import python, run
 from ranks import run_ranks
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
@@ -168,6 +169,17 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|", run["git"])
     assert state["parts"]["progress"]["tokens_seen"] == 6 * 8 * 32
     assert state["tensors"] == ["model", "optimizer"]
+
+
+@pytest.mark.slow
+def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(uninterrupted):
+    folder, *_ = uninterrupted
+    options = ["--job.dump_folder", folder, *OPTIONS, *steps(8), "--debug.seed=4"]
+    result = run(*python("-m", "titan_lite.train", DEBUG, *options))
+    assert result.returncode == 2
+    starting, line = result.stdout.splitlines()
+    assert starting.endswith("starting on 1 rank")
+    assert "debug.seed = 4, was 0" in line
 
 
 @pytest.mark.slow
