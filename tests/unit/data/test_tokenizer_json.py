@@ -23,7 +23,6 @@ from titan_lite.rules import check_all
 SMALL = TiktokenTokenizer(
     {bytes([byte]): byte for byte in range(256)} | {b"so": 256, b"me": 257}, "0" * 64
 )
-TREE = json.dumps(to_json(SMALL))
 OURS = load_tokenizer(Path(__file__).parents[3] / "assets/tokenizer/debug.model")
 
 
