@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format, types, tests; the first failure ends it. Tests run on all cores. Other arguments go to pytest.
 #
-#   scripts/test.sh                           # eight minutes on two cores: shows that this checkout works
-#   scripts/test.sh --all                     # 24 minutes: also the tests marked `slow`, all that CI runs
+#   scripts/test.sh                           # six minutes on two cores: shows that this checkout works
+#   scripts/test.sh --all                     # half an hour: also the tests marked `slow`, all that CI runs
 #   scripts/test.sh --rest                    # these alone, after scripts/test.sh
 #   scripts/test.sh --release                 # hours: also those marked `release`
 #   scripts/test.sh tests/unit -k config

@@ -188,8 +188,8 @@ def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_
     are those of one run.
     """
     parts = [
-        train("2 ranks", at_step_2, *steps(4), "--training.global_batch_size=4")[0],
-        train("3 ranks", at_step_2, *steps(6), "--training.global_batch_size=12")[0],
+        train(2, at_step_2, *steps(4), "--training.global_batch_size=4")[0],
+        train(3, at_step_2, *steps(6), "--training.global_batch_size=12")[0],
     ]
     found = {step: Counter(counts) for part in parts for step, counts in part.items()}
     assert found[3] + found[4] == uninterrupted[1][3]
