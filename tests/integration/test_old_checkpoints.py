@@ -5,6 +5,7 @@ layout with the losses that this commit itself goes on with, on another one with
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 from commands import TORCHRUN, python, run
@@ -13,6 +14,7 @@ from tiny import NO_VALIDATION, ROOT, SMALL
 from titan_lite.metrics.run_files import read_metrics
 
 OLD = "995ae738bd918177e550ceef648c033d0e84a0d3"
+PACKAGES = ["tyro==1.0.17", "docstring-parser==0.18.0", "typeguard==4.6.1"]
 MIX = """
 [[data.sources]]
 dataset = "stdlib"
@@ -46,12 +48,14 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def old_tree(tmp_path_factory):
-    """The sources of the old commit."""
+    """The sources of the old commit, with packages that it needs and this one does not."""
     git = ["git", "-C", str(ROOT)]
     if subprocess.run([*git, "cat-file", "-e", OLD], capture_output=True).returncode:
         pytest.skip(f"the history here does not reach back to {OLD[:8]}")
     tree = tmp_path_factory.mktemp("old") / "tree"
     subprocess.check_call([*git, "worktree", "add", "--quiet", "--detach", str(tree), OLD])
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tree)]
+    subprocess.check_call([*pip, *PACKAGES])
     yield tree
     subprocess.check_call([*git, "worktree", "remove", "--force", str(tree)])
 
