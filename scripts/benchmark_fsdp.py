@@ -119,8 +119,8 @@ def simple_fsdp(
         settings = PassSettings(
             config, machine, fused=backend == "inductor", ranks=stage_ranks(mesh)
         )
-        schedule = GraphPasses(settings, choose_passes(Config(compile=config)))
-        run = compile_model(TraceableModel(model, sharding, model.layers), schedule)
+        graph_passes = GraphPasses(settings, choose_passes(Config(compile=config)))
+        run = compile_model(TraceableModel(model, sharding, model.layers), graph_passes)
     materialize(model, device)
     return run
 

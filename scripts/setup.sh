@@ -88,7 +88,7 @@ from importlib.util import find_spec
 
 venv, extra = sys.argv[1:]
 # the dependencies of pyproject.toml
-needs = ["torch", "torchdata", "tiktoken", "tokenizers", "safetensors", "datasets", "fsspec", "aiohttp", "numpy", "pyarrow", "tensorboard", "matplotlib", "networkx", "tqdm", "pydantic"]
+needs = ["torch", "torchdata", "tiktoken", "tokenizers", "safetensors", "datasets", "fsspec", "aiohttp", "numpy", "pyarrow", "tensorboard", "networkx", "tqdm", "pydantic"]
 needs += ["tomli"] if sys.version_info < (3, 11) else []
 needs += ["pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy"] if extra == "dev" else []
 lacks = [name for name in needs if find_spec(name) is None]

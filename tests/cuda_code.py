@@ -158,9 +158,9 @@ def capture(
     mesh = build_mesh(layout.degrees, "cpu")
     beside = modules_beside_blocks(layout.pipeline.modules[number])
     settings = PassSettings(config.compile, load_machine("H100"), fused=True)
-    schedule = GraphPasses(settings, choose_passes(config))
+    graph_passes = GraphPasses(settings, choose_passes(config))
     kinds = backwards_of(config.parallelism, layout.pipeline)[number]
-    (stage,) = parallelize_stage(layout, mesh, beside, kinds, blocks, schedule).stages
+    (stage,) = parallelize_stage(layout, mesh, beside, kinds, blocks, graph_passes).stages
     programs: list[Program] = []
     make_program = CutGraph.program
     defaults = inductor_config.get_config_copy()
@@ -189,7 +189,7 @@ def capture(
         stage(inputs.input, **documents)
         with torch.no_grad():
             stage(inputs.input.detach(), **documents)
-    names = [report.graph for report in schedule.reports]
+    names = [report.graph for report in graph_passes.reports]
     return dict(zip(names, programs, strict=True))
 
 

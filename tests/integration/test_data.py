@@ -110,3 +110,22 @@ def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
         for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()
     }
     assert listed == {f"line {number}" for number in range(1, 10)}
+
+
+@pytest.mark.slow
+def test_data_that_starts_anew_counts_bad_documents_anew(tmp_path):
+    lines = [json.dumps({"text": f"document {i} " * 5}) if i % 3 else "{" for i in range(60)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    folder = tmp_path / "out"
+    data = [
+        f"--data.path={tmp_path / 'corpus.jsonl'}",
+        *("--data.dataset=local", "--data.validation_fraction=0", "--data.on_bad_document=skip"),
+    ]
+    options = [*OPTIONS, *NO_VALIDATION, *data]
+    assert train(1, DEBUG, folder, *options, *steps(3)).returncode == 0
+    before = (folder / "bad_documents.jsonl").read_bytes()
+    again = ["--debug.seed=7", "--checkpoint.restart_data"]
+    assert train(1, DEBUG, folder, *options, *steps(4), *again).returncode == 0
+    after = (folder / "bad_documents.jsonl").read_bytes()
+    count = read_metrics(folder / "metrics.jsonl")[4]["bad_documents"]
+    assert len(after.removeprefix(before).splitlines()) == count > 0

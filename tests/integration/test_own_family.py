@@ -145,6 +145,11 @@ def test_the_family_of_the_pages_trains_and_its_steps_speak(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("import ")
     assert convert.main([str(tmp_path / "run"), str(tmp_path / "exported")]) == 2
     assert "its Family has no huggingface" in capsys.readouterr().err
+    # the file may be elsewhere when another run begins with its weights
+    moved = file.rename(tmp_path / "gated.py")
+    weights = [f"--checkpoint.initial_load_path={tmp_path / 'run'}", "--model.flavor=from_weights"]
+    config = load_config(recipe, [f"--model.name={moved}", *weights])
+    assert shape_of(config.model).family == str(moved)
     # a changed file is told
     assert "has changed" not in "".join(capsys.readouterr())
     changed = tmp_path / "changed/gated.py"

@@ -25,6 +25,20 @@ OPTIONS = [*SMALL, *SIX_STEPS]
 OF_THE_DEBUG_FLAVOR = [*SHORT, *SIX_STEPS]
 
 
+def embeddings_of(seed, folder):
+    options = ["--job.dump_folder", str(folder), *SMALL, f"--debug.seed={seed}"]
+    parameters = Trainer(load_config(DEBUG, options)).parameters
+    return parameters["tok_embeddings.weight"].full_tensor().detach()
+
+
+@pytest.mark.slow
+def test_another_seed_has_other_weights(tmp_path):
+    of_seeds = [
+        run_ranks(1, embeddings_of, seed, tmp_path / str(seed), init=False)[0] for seed in (0, 1)
+    ]
+    assert not torch.equal(*of_seeds)
+
+
 def test_the_main_job_writes_what_it_promises_goes_on_on_one_rank_and_is_exported(tmp_path):
     def files():
         return {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_lite.config import Config
+from titan_lite.config import Config, FaultTolerance
 from titan_lite.hooks import GarbageCollection, Hook, ProgressBar, build_hooks
 from titan_lite.logging import console
 
@@ -49,6 +49,16 @@ def test_garbage_is_collected_in_the_same_steps_on_all_ranks(monkeypatch):
         for step in range(1, 7):
             hook.on_step_start(step)
     assert collected == ["disabled", 1, 1, "enabled"]
+
+
+def test_a_run_has_the_observers_of_its_recipe():
+    with_groups = Config(fault_tolerance=FaultTolerance(replica_groups=2))
+    names = [
+        [type(hook).__name__ for hook in build_hooks(config, rank=0, folder=Path())]
+        for config in (Config(), with_groups)
+    ]
+    assert {"LogStart", "Profile", "ProgressBar"} <= {*names[0]}
+    assert "ProgressBar" not in names[1]
 
 
 def test_every_hook_has_the_methods_that_the_trainer_calls():

@@ -63,8 +63,7 @@ def test_fragments_are_those_of_github():
     assert anchor("`[checkpoint]`, and what it costs: 2x") == "checkpoint-and-what-it-costs-2x"
 
 
-# parts of recipes in the pages: a line of each, and the test that trains with it, every default as
-# it is
+# parts of recipes in the pages: a line of each, and the test that trains with it or with one like it
 TRAINED = {
     '"../prepared/books"': "test_its_commands_train_resume_and_export",
     "[[data.sources]]": "test_the_mixture_of_the_pages_trains_and_resumes",

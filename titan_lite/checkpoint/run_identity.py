@@ -25,6 +25,7 @@ import titan_lite
 from titan_lite import __version__
 from titan_lite.config import Config
 from titan_lite.config.families import file_digest
+from titan_lite.config.load import without_gone
 from titan_lite.config.nearest import RENAMED
 from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.source_identity import SourceIdentity, digest_of
@@ -108,10 +109,10 @@ def _with_present_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
         table, name = old.split(".")
         if name in tables.get(table, {}):
             tables[table][new.removeprefix(f"{table}.")] = tables[table].pop(name)
-    components = tables.get("compile", {}).pop("components", None)
-    if components == ["loss"]:  # alone, beside a model in eager mode
-        tables["compile"]["enable"] = False
-    return tables
+    compiled = tables.get("compile", {})
+    if "model" not in compiled.get("components", ["model"]):  # which was in eager mode then
+        compiled["enable"] = False
+    return without_gone(tables)
 
 
 def _with_present_decay(identity: RunIdentity) -> RunIdentity:

@@ -28,7 +28,7 @@ from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
 from titan_lite.config.from_weights import read_model
 from titan_lite.config.help import accepted
-from titan_lite.config.nearest import nearest_key, nearest_section
+from titan_lite.config.nearest import is_default_of_gone, nearest_key, nearest_section
 from titan_lite.config.phases import KEY as PHASES
 from titan_lite.config.phases import tables_of_phases, with_phases
 from titan_lite.config.section import Relative, Section
@@ -217,7 +217,7 @@ def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origin
         raise ConfigError(
             f"{path}: extends is circular: {loop}; remove one of these `extends` lines"
         )
-    own = read_toml(path, "recipe")
+    own = without_gone(read_toml(path, "recipe"))
     base = own.pop("extends", None)
     tables: Tables = {}
     origins: Origins = {}
@@ -230,6 +230,20 @@ def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origin
         tables[PHASES] = [_absolute(phase, Config, path.parent) for phase in phases]
         origins[PHASES] = str(path)
     return tables, origins
+
+
+def without_gone(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables of an earlier version without keys that are gone and did nothing in them."""
+    return {
+        table: {
+            key: value
+            for key, value in keys.items()
+            if not is_default_of_gone(f"{table}.{key}", value)
+        }
+        if isinstance(keys, dict)
+        else keys
+        for table, keys in tables.items()
+    }
 
 
 def base_of(path: Path) -> Path | None:

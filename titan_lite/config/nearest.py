@@ -7,6 +7,9 @@
 Imports no torch.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from titan_lite.config.errors import did_you_mean
 from titan_lite.config.sections import KEYS, SECTIONS
 from titan_lite.features import part_of_each
@@ -29,10 +32,22 @@ RENAMED = {
     "training.compare_copies_freq": "training.compare_replicas_freq",
 }
 
-# Keys of earlier versions that are gone, and what to use in their place.
+
+class Gone(NamedTuple):
+    """A key of earlier versions that there is no more."""
+
+    defaults: Sequence[object]  # values that did nothing: a recipe with one is read without the key
+    instead: str
+
+
 GONE = {
-    "training.global_batch_ramp": (
-        "use [[phases]] that change training.global_batch_size, or leave an empty one out"
+    "compile.components": Gone(
+        (["model"], ["model", "loss"]),
+        "a compiled model has its loss in the same graph; without its model, use"
+        " compile.enable = false",
+    ),
+    "training.global_batch_ramp": Gone(
+        ([],), "use [[phases]] that change training.global_batch_size"
     ),
 }
 
@@ -55,7 +70,6 @@ OF_TORCHTITAN = {
     "checkpoint.model_weights_only": "use checkpoint.last_save_model_only",
     "comm.mode": "use titan-lite recipe --world-size N RECIPE, which checks a layout without GPUs",
     "comm.save_traces_folder": "not needed: it is flight_recorder/ in job.dump_folder",
-    "compile.components": "leave it out: a compiled model has its loss in the same graph",
     "config": _RECIPE,
     "config_file": _RECIPE,
     "debug.print_config": _PRINTED,
@@ -170,6 +184,11 @@ def nearest_section(section: str) -> str:
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 
 
+def is_default_of_gone(key: str, value: object) -> bool:
+    """Return True for a key that is gone, with a value that did nothing."""
+    return key in GONE and value in GONE[key].defaults
+
+
 def _in_place_of(key: str) -> str:
     """Return the end of a message about a key of an earlier version, or a key or table of
     torchtitan; "" for others.
@@ -177,7 +196,7 @@ def _in_place_of(key: str) -> str:
     if key in RENAMED:
         return f"; use {RENAMED[key]}"
     if key in GONE:
-        return f"; {GONE[key]}"
+        return f"; {GONE[key].instead}"
     while key and key not in OF_TORCHTITAN:
         key = key.rpartition(".")[0]
     return f"; {OF_TORCHTITAN[key]}" if key else ""

@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
 
-from titan_lite.cost.kernels import ATTENTION, CLOCK_EXPONENT, clock_share
+from titan_lite.cost.kernels import ATTENTION, CLOCK_EXPONENT, IDLE_POWER, clock_share
 from titan_lite.cost.nccl import CHANNELS, Ring, all_to_all_latency, nccl_seconds
 
 GB = 1e9
@@ -35,6 +35,12 @@ def _has_float32(peaks: Mapping[str, float]) -> Mapping[str, float]:
     if "float32" not in peaks:
         raise ValueError("expected float32, the peak of dtypes that are not listed")
     return peaks
+
+
+def _is_above_idle(power: float) -> float:
+    if 0 < power <= IDLE_POWER:
+        raise ValueError(f"expected watts above the {IDLE_POWER:g} of an idle GPU, or 0")
+    return power
 
 
 # Values of a machine's file; the bounds keep products of a few finite.
@@ -82,7 +88,7 @@ class Machine:
     nvls: NumberOrZero = 0.0
     nominal_power: Number = 700.0  # watts
     # watts that the device is limited to, above those of an idle GPU; 0: nominal_power
-    power: NumberOrZero = 0.0
+    power: Annotated[NumberOrZero, AfterValidator(_is_above_idle)] = 0.0
     # Of the clock over the power above that of an idle GPU (clock_share).
     clock_exponent: Annotated[float, Field(strict=True, ge=1 / 3, le=1)] = CLOCK_EXPONENT
     matmul_efficiency: Share = 0.7  # share of the peak that large matmuls reach

@@ -5,7 +5,7 @@
 
 The times are those of metrics.jsonl and events.jsonl, over all starts of the run:
 
-    start         until the first step of a process, and what its first steps take longer
+    start         from the process to its first step, and what its first steps take longer
     validation
     evaluation    scores in tasks
     saving        that training waits for
@@ -14,7 +14,7 @@ The times are those of metrics.jsonl and events.jsonl, over all starts of the ru
     undone        steps that did not count, since a group was lost in them
     recomputed    steps after the checkpoint that a later start resumed from
     missing       groups that were lost: their share of productive steps
-    not running   the rest: between two starts, and what a killed process did last
+    not running   the rest: between two starts, and what a killed process or a launcher did last
 
 Imports no torch.
 """

@@ -74,7 +74,6 @@ def _is_entry(line: Mapping[str, Any]) -> bool:
 class Window:
     """The steps from one line of metrics.jsonl to the next."""
 
-    begins_after: int  # step
     steps: int
     seconds: float
     tokens: float  # of all ranks, padding excluded
@@ -99,7 +98,6 @@ def timed_windows(path: Path) -> list[Window]:
         steps = entry["step"] - before["step"]
         windows.append(
             Window(
-                begins_after=before["step"],
                 steps=steps,
                 seconds=steps * entry["step_time"],
                 tokens=entry["tokens_seen"] - before["tokens_seen"],

@@ -143,13 +143,22 @@ def test_a_key_that_has_another_name_since_is_the_same_key():
 
 @pytest.mark.parametrize(
     ("components", "enable"),
-    [(["model", "loss"], "enable"), (["model"], "enable"), (["loss"], "no-enable")],
+    [(["model", "loss"], "enable"), (["model"], "enable")],
 )
 def test_the_compiled_components_of_an_older_run_are_known_by_the_key_of_now(components, enable):
     was = dataclasses.asdict(saved("--compile.enable").identity)
     was["recipe"]["compile"]["components"] = components
     step = dataclasses.replace(saved(), identity=RunIdentity.from_json(was))
     assert compared(step, identity(f"--compile.{enable}")).changes == ()
+
+
+def test_components_without_the_model_were_a_model_in_eager_mode():
+    was = dataclasses.asdict(saved("--compile.enable").identity)
+    was["recipe"]["compile"]["components"] = ["loss", "optimizer"]
+    step = dataclasses.replace(saved(), identity=RunIdentity.from_json(was))
+    assert compared(step, identity()).describe() == [
+        'changed: compile.components is not set, was ["loss", "optimizer"]'
+    ]
 
 
 @pytest.mark.parametrize(

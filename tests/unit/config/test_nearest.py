@@ -1,8 +1,10 @@
 """What a message about a key that does not exist says to use, above all about keys of torchtitan."""
 
+import json
 import re
 
 import pytest
+from tiny import DEBUG
 
 from titan_lite.config import KEYS, ConfigError, load_config
 from titan_lite.config.nearest import GONE, OF_TORCHTITAN, RENAMED, nearest_key, nearest_section
@@ -117,7 +119,16 @@ def test_a_key_of_an_earlier_version_gets_its_name_now(old, new):
     assert nearest_key(old) == f"; use {new}"
 
 
+def test_a_recipe_of_an_earlier_version_may_have_keys_that_did_nothing(tmp_path):
+    recipe = tmp_path / "config.toml"
+    gone = [(key, default) for key, (defaults, _) in GONE.items() for default in defaults]
+    for key, default in gone:
+        table, _, name = key.partition(".")
+        recipe.write_text(f'extends = "{DEBUG}"\n[{table}]\n{name} = {json.dumps(default)}\n')
+        assert load_config(recipe) == load_config(DEBUG)
+
+
 @pytest.mark.parametrize("key", GONE)
 def test_a_key_that_is_gone_is_answered_with_what_is_used_now(key):
     assert key not in KEYS
-    assert nearest_key(key) == f"; {GONE[key]}"
+    assert nearest_key(key) == f"; {GONE[key].instead}"

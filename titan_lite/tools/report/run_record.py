@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_lite.config import ConfigError
-from titan_lite.config.load import read_toml
+from titan_lite.config.load import read_toml, without_gone
 from titan_lite.config.nearest import RENAMED
 from titan_lite.metrics.run_files import FILE_OF_EXPERTS, read_events, read_rows
 
@@ -123,7 +123,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return {}
     values = {
         f"{section}.{key}": value
-        for section, keys in read_toml(path).items()
+        for section, keys in without_gone(read_toml(path)).items()
         if isinstance(keys, dict)  # not [[phases]]
         for key, value in keys.items()
     }

@@ -39,7 +39,6 @@ PRELOADED = [
     "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
     "torch.utils.tensorboard",
-    "matplotlib.pyplot",
 ]
 
 

@@ -137,6 +137,12 @@ def test_a_root_is_that_of_the_damped_matrix(seen):
     )
 
 
+def test_verify_has_roots_from_the_first_step_on():
+    config = load_config(DEBUG, ["--optimizer.name=Shampoo"])
+    checked, without = FEATURE.for_verify(config)
+    assert (checked.optimizer.start_preconditioning_step, without) == (1, "")
+
+
 def test_embedding_output_and_norms_have_the_steps_of_adamw_and_so_have_matrices_before_the_start():
     parameters, optimizer = build(SHAMPOO.replace(start_preconditioning_step=4))
     expected, adamw = build(SHAMPOO.replace(name="AdamW"))
