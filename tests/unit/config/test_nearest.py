@@ -120,7 +120,7 @@ def test_a_key_of_an_earlier_version_gets_its_name_now(old, new):
 
 
 def test_a_recipe_of_an_earlier_version_may_have_keys_that_did_nothing(tmp_path):
-    recipe = tmp_path / "config.toml"
+    recipe = tmp_path / DEBUG.name
     gone = [(key, default) for key, (defaults, _) in GONE.items() for default in defaults]
     for key, default in gone:
         table, _, name = key.partition(".")
