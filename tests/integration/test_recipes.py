@@ -93,6 +93,7 @@ def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
             tensor_parallel_degree=tp,
             context_parallel_degree=min(2, config.parallelism.context_parallel_degree),
             pipeline_parallel_degree=pp,
+            expert_parallel_degree=min(2 // pp, config.parallelism.expert_parallel_degree),
         ),
         compile=config.compile.replace(
             backend="aot_eager"

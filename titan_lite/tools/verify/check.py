@@ -232,12 +232,16 @@ class Check:
             if any(fqn.startswith(module + ".") for module in self.small.chain[index].modules[0])
         ]
         shapes = {
-            rank: tuple(tuple(self.part(fqn, self.parameter(fqn), rank).shape) for fqn in names)
-            for rank in self.ranks
+            rank: tuple(self.shapes_of(fqn, rank) for fqn in names) for rank in self.ranks
         }
-
         trace = functools.partial(self.trace, index)
         return StageVariants(self.ranks, trace, shapes.__getitem__)
+
+    def shapes_of(self, fqn: str, rank: int) -> tuple[torch.Size, torch.Size]:
+        """Return the shapes of what a rank computes with, and of its shard."""
+        place = self.places[rank]
+        whole = specification.unsharded(fqn, self.parameter(fqn), place, self.styles)
+        return whole.shape, specification.rows(fqn, whole, place).shape
 
     def trace(self, index: int, rank: int) -> TracedStage:
         """Return a stage as a rank has it."""

@@ -240,7 +240,7 @@ def test_the_numbers_of_a_plan_add_up(eight):
 
 
 def by_formula(recipe):
-    """Bytes that it needs at least; a plan needs less than twice as many, as
+    """Bytes that it needs at least; a plan needs less than 2.2 times as many, as
     test_planned_figures.py shows.
     """
     config = load_config(RECIPES / f"{recipe}.toml")
@@ -261,11 +261,11 @@ def test_the_recipe_of_8b_fits_its_cluster(eight):
     "recipe", [name for name in SHIPPED if name not in ("llama3_8b", "llama3_8b_float8")]
 )
 def test_other_shipped_recipes_fit_their_clusters(recipe):
-    """No plan has twice the bytes of the formula. Recipes of 70B and 405B, which have more than half
+    """No plan has 2.2 times the bytes of the formula. Recipes of 70B and 405B, which have more than half
     of a GPU by the formula, and those of 8B are planned by test_planned_figures.py.
     """
     fills = recipe.startswith(("llama3_70b", "llama3_405b"))
-    assert (1 if fills else 2) * by_formula(recipe) < H100.memory * GIB
+    assert (1 if fills else 2.2) * by_formula(recipe) < H100.memory * GIB
 
 
 @pytest.mark.parametrize(
