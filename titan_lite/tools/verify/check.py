@@ -231,9 +231,7 @@ class Check:
             for fqn, _ in self.alone.named_parameters(remove_duplicate=False)
             if any(fqn.startswith(module + ".") for module in self.small.chain[index].modules[0])
         ]
-        shapes = {
-            rank: tuple(self.shapes_of(fqn, rank) for fqn in names) for rank in self.ranks
-        }
+        shapes = {rank: tuple(self.shapes_of(fqn, rank) for fqn in names) for rank in self.ranks}
         trace = functools.partial(self.trace, index)
         return StageVariants(self.ranks, trace, shapes.__getitem__)
 

@@ -55,7 +55,9 @@ def test_the_page_has_what_a_recipe_is_planned_with_today(recipe, capsys):
     assert plan["world_size"] == int(ranks)
     assert plan["memory"]["fits"]
     check_sum(plan)
-    if recipe.startswith("llama3"):  # the formula is a lower bound, of long sequences less than half
+    if recipe.startswith(
+        "llama3"
+    ):  # the formula is a lower bound, of long sequences less than half
         total = plan["memory"]["total"]
         assert 0.45 * total < by_formula(recipe.removesuffix(".toml")) < total
     seconds, tokens = plan["step_seconds"], plan["tokens_per_second"]
