@@ -54,7 +54,7 @@ from titan_lite.distributed.stage_ranks import stage_ranks
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from titan_lite.distributed.tied_table import TiedTable
 from titan_lite.dtensor import shard_of
-from titan_lite.feature import features_of
+from titan_lite.feature import all_features, features_of
 from titan_lite.models.attention import doc_starts, doc_stats, masks_by_kernel
 from titan_lite.models.loss import Loss, VocabularyShard
 from titan_lite.models.transformer import Transformer, saved_buffers, takes_documents
@@ -314,8 +314,8 @@ def compile_stages(
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
     features = features_of(config)
     split_backward = None
-    for feature in features:
-        split_backward = feature.split_backward() or split_backward
+    if any("I" in kinds for kinds in backwards):  # also of a schedule that `config` is without
+        (split_backward,) = filter(None, [each.split_backward() for each in all_features()])
     for stage, kinds in zip(stages, backwards, strict=True):
         inductor_settings: dict[str, object] = {}
         for feature in features:

@@ -40,6 +40,15 @@ def checked(recipe, world_size, *options):
     [
         ("llama3_8b", 6, degrees(dp_shard=6)),  # uneven shards, a loss in chunks
         ("llama3_8b", 4, [*degrees(cp=2, tp=2), "--training.mask_documents"]),
+        (
+            "debug_model",
+            4,
+            [
+                *degrees(dp_shard=2, pp=2),
+                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+                "--training.global_batch_size=16",
+            ],
+        ),
         pytest.param(
             "llama3_8b", 8, degrees(dp_replicate=2, dp_shard=2, tp=2), marks=pytest.mark.slow
         ),
