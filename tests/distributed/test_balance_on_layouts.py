@@ -31,7 +31,13 @@ COMPILED = ["--compile.enable"]
 FULL = ["--activation_checkpoint.mode=full"]
 AT_ONCE = ["--training.global_batch_size=-1"]
 ZBV = ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
-DEFAULT = ("bias", "pp=2", ZBV)
+DEFAULT = pytest.param(
+    *("bias", "pp=2", ZBV),
+    marks=pytest.mark.skipif(
+        torch.__version__ < "2.13",
+        reason="torch 2.11 cannot split an eager backward that has an autograd.Function",
+    ),
+)
 SLOW = [
     ("step", "dp_shard=2,tp=2", []),
     ("sequence", "tp=2", FULL),
