@@ -1,4 +1,4 @@
-"""What takes the results of an operator in a graph, by the FQN of its module.
+"""Sinks: the objects that take the results of an operator in a graph, by the FQN of its module.
 
     LOADS = Sinks[Load]("titan_lite::choose_experts")
     LOADS[fqn] = load                     # before the graph runs

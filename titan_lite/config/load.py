@@ -28,7 +28,7 @@ from titan_lite.config.from_weights import FLAVOR as FROM_WEIGHTS
 from titan_lite.config.from_weights import KEY as INITIAL_LOAD_PATH
 from titan_lite.config.from_weights import read_model
 from titan_lite.config.help import accepted
-from titan_lite.config.nearest import is_default_of_gone, nearest_key, nearest_section
+from titan_lite.config.nearest import GONE, nearest_key, nearest_section
 from titan_lite.config.phases import KEY as PHASES
 from titan_lite.config.phases import tables_of_phases, with_phases
 from titan_lite.config.section import Relative, Section
@@ -234,16 +234,13 @@ def read_recipe(path: Path, chain: tuple[str, ...] = ()) -> tuple[Tables, Origin
 
 def without_gone(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return tables of an earlier version without keys that are gone and did nothing in them."""
-    return {
-        table: {
-            key: value
-            for key, value in keys.items()
-            if not is_default_of_gone(f"{table}.{key}", value)
-        }
-        if isinstance(keys, dict)
-        else keys
-        for table, keys in tables.items()
-    }
+    left = dict(tables)
+    for key in GONE:
+        table, _, name = key.partition(".")
+        keys = left.get(table)
+        if isinstance(keys, dict) and keys.get(name) in GONE[key].defaults:
+            left[table] = {other: value for other, value in keys.items() if other != name}
+    return left
 
 
 def base_of(path: Path) -> Path | None:

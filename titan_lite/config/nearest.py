@@ -34,7 +34,7 @@ RENAMED = {
 
 
 class Gone(NamedTuple):
-    """A key of earlier versions that there is no more."""
+    """A key of earlier versions that no longer exists."""
 
     defaults: Sequence[object]  # values that did nothing: a recipe with one is read without the key
     instead: str
@@ -182,11 +182,6 @@ def nearest_section(section: str) -> str:
     if prefix in NAMES_OF_VALIDATION and name:
         return nearest_key(f"validation.{name}")
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
-
-
-def is_default_of_gone(key: str, value: object) -> bool:
-    """Return True for a key that is gone, with a value that did nothing."""
-    return key in GONE and value in GONE[key].defaults
 
 
 def _in_place_of(key: str) -> str:

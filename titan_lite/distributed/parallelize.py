@@ -314,7 +314,8 @@ def compile_stages(
     budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0
     features = features_of(config)
     split_backward = None
-    if any("I" in kinds for kinds in backwards):  # also of a schedule that `config` is without
+    # The kinds say it, and not the recipe: `verify` traces a stage without its pipeline.
+    if any("I" in kinds for kinds in backwards):
         (split_backward,) = filter(None, [each.split_backward() for each in all_features()])
     for stage, kinds in zip(stages, backwards, strict=True):
         inductor_settings: dict[str, object] = {}

@@ -39,7 +39,7 @@ def defer_weight_grads(graph: Graph, settings: PassSettings) -> int:
         return 0
     own = choose_matmuls(graph, settings.machine, fused=settings.fused)
     chosen = first_ranks_choice(own, settings.ranks)
-    defer_products(graph, chosen)
+    defer_matmuls(graph, chosen)
     return len(chosen)
 
 
@@ -81,7 +81,7 @@ def _best_fit(matmuls: Iterable[Node], seconds: Callable[[Node], float], wanted:
     return min(matmuls, key=lambda node: (seconds(node) < wanted, abs(seconds(node) - wanted)))
 
 
-def defer_products(graph: Graph, chosen: Pairs) -> None:
+def defer_matmuls(graph: Graph, chosen: Pairs) -> None:
     """Move the chosen matmuls, with what depends on them, before the waits they fill."""
     matmuls = _matmuls(graph)
     activations = activation_collectives(graph)
