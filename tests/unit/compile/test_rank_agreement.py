@@ -1,7 +1,7 @@
 """Ranks that run the same graph: what they agree on, and which ranks an error names."""
 
 import pytest
-from handmade_graphs import Hand, aten
+from handmade_graphs import GATHER, Hand, aten, collectives, priced
 
 from titan_lite.compile.passes.bucketing import bucket_by_block
 from titan_lite.compile.passes.reordering import overlap_collectives
@@ -13,6 +13,7 @@ from titan_lite.compile.rank_agreement import (
 )
 from titan_lite.compile.settings import PassSettings
 from titan_lite.config import ConfigError
+from titan_lite.graph import KINDS, parameters_of
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -102,3 +103,36 @@ def test_the_first_rank_chooses():
 
     assert first_ranks_choice({"a": 1}, SecondRank()) == {"a": 2}
     assert first_ranks_choice([[3, 4]], OneRank()) == [[3, 4]]
+
+
+def test_gathers_start_in_the_order_of_the_first_rank_whose_costs_are_others():
+    def sharded(seconds):
+        """Weights a, b, c; a gather of activations among the same ranks behind that of a."""
+        hand = Hand()
+        shards = [hand.input(4) for _ in "abc"]
+        x = hand.call(aten.mul.Tensor, hand.input(8), hand.gather(shards[0], "a"))
+        whole = hand.call(GATHER, hand.compute("on a", 90.0, x), 2, "dp")
+        x = hand.call(aten.slice.Tensor, hand.call(collectives.wait_tensor.default, whole), 0, 0, 8)
+        x = hand.call(aten.mul.Tensor, x, hand.gather(shards[1], "b"))
+        x = hand.compute("on b", seconds, x)
+        return hand.output(hand.call(aten.mul.Tensor, x, hand.gather(shards[2], "c")))
+
+    class Recorded(OneRank):
+        def broadcast(self, text):
+            self.text = text
+            return text
+
+    class Following(OneRank):
+        def broadcast(self, text):
+            return first.text
+
+    def overlapped(seconds, ranks):
+        graph = sharded(seconds)
+        overlap_collectives(graph, PassSettings(machine=priced(), fused=True, ranks=ranks))
+        return [parameters_of(node) for node in graph.nodes if node.target in KINDS]
+
+    for of_first, of_other in ((0.0, 90.0), (90.0, 0.0)):
+        first = Recorded()
+        order = overlapped(of_first, first)
+        assert overlapped(of_other, OneRank()) != order
+        assert overlapped(of_other, Following()) == order

@@ -9,8 +9,9 @@ The all-gather of a bucket starts before the wait for the bucket in use. The wai
 comes before the next one starts (SimpleFSDP, arXiv 2411.00284, section 4.2). Two buckets of
 unsharded weights are then alive at once, and one bucket of gradients beside the one being computed.
 The costs of a machine refine both rules: an all-gather with too little time starts earlier, if this
-does not raise peak memory, and a reduction is waited for once it should be done. The order depends
-on the graph and the costs alone, so it is the same on every rank.
+does not raise peak memory, and a reduction is waited for once it should be done. Costs may differ
+by rank (a rank of context parallelism attends to fewer keys): collectives start in the order of the
+first rank.
 
 fused, here: as in `node_seconds`.
 """
@@ -24,11 +25,13 @@ from torch.fx import Graph, Node
 
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph import move_before
+from titan_lite.compile.rank_agreement import first_ranks_choice
 from titan_lite.compile.settings import PassSettings
 from titan_lite.cost.machine import Machine
 from titan_lite.cost.op_cost import node_seconds
 from titan_lite.cost.timeline import computed_before, peak_bytes
 from titan_lite.graph import (
+    KINDS,
     collective_bytes,
     descendants,
     is_all_gather,
@@ -45,11 +48,25 @@ from titan_lite.graph import (
 
 
 def overlap_collectives(graph: Graph, settings: PassSettings) -> int:
-    """Move the parameters' collectives and their waits, in place. Return how many moved."""
-    moved = start_gathers_early(graph, settings.machine, fused=settings.fused)
-    moved += wait_for_reductions_late(graph, settings.machine, fused=settings.fused)
+    """Move the parameters' collectives and their waits, in place. Return the number of moves."""
+    nodes = list(graph.nodes)
+    started = _collectives(graph)
+    moves = start_gathers_early(graph, settings.machine, fused=settings.fused)
+    number = {node: index for index, node in enumerate(started)}
+    own = [number[node] for node in _collectives(graph)]
+    chosen = first_ranks_choice(own, settings.ranks)
+    if chosen != own:
+        for node in nodes[:-1]:  # back to where they were
+            nodes[-1].prepend(node)
+        moves = start_gathers_in_order(graph, [started[index] for index in chosen])
+    moves += wait_for_reductions_late(graph, settings.machine, fused=settings.fused)
     graph.lint()
-    return moved
+    return moves
+
+
+def _collectives(graph: Graph) -> list[Node]:
+    """Return all collectives in the order in which they start."""
+    return [node for node in graph.nodes if node.target in KINDS]
 
 
 # All-gathers
@@ -74,6 +91,19 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
     if machine is not None and gathers:
         _prepare_during_first(gathers, machine, fused)
     return len(moved)
+
+
+def start_gathers_in_order(graph: Graph, order: Sequence[Node]) -> int:
+    """Move each all-gather as without a machine, then before the one behind it in `order`.
+
+    order: all collectives, as the first rank starts them. Return the number of moves.
+    """
+    moves = start_gathers_early(graph)
+    gathers = parameter_all_gathers(graph)
+    for node, following in reversed(list(itertools.pairwise(order))):
+        if node in gathers:
+            moves += move_gather_before(node, following)
+    return moves
 
 
 def move_gather_before(
