@@ -231,9 +231,13 @@ class Check:
             for fqn, _ in self.alone.named_parameters(remove_duplicate=False)
             if any(fqn.startswith(module + ".") for module in self.small.chain[index].modules[0])
         ]
-        shapes = {rank: tuple(self.shapes_of(fqn, rank) for fqn in names) for rank in self.ranks}
+        kinds: dict[int, Any] = {
+            rank: tuple(self.shapes_of(fqn, rank) for fqn in names) for rank in self.ranks
+        }
+        if self.ranks.are_straddled(self.layout.expert_parallel):  # no constant is along an axis
+            kinds = {rank: rank for rank in self.ranks}
         trace = functools.partial(self.trace, index)
-        return StageVariants(self.ranks, trace, shapes.__getitem__)
+        return StageVariants(self.ranks, trace, kinds.__getitem__)
 
     def shapes_of(self, fqn: str, rank: int) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of what a rank computes with, and of its shard."""

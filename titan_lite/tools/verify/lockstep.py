@@ -42,7 +42,8 @@ class Ranks:
     """The ranks of a pipeline stage, by coordinates along the axes that have more than one.
 
     Expert parallelism has the innermost ranks of dp_shard x cp x tp. An axis of which it has a part
-    is two here: the inner one has a "'" at its end.
+    is two here: the inner one has a "'" at its end. Its groups are along axes then, unless they
+    straddle those of an axis: 4 of experts and 3 of tp.
     """
 
     axes: tuple[str, ...]  # the outermost first
@@ -54,8 +55,8 @@ class Ranks:
         inner = 1
         for axis in reversed(AXES[1:]):
             size = degrees[axis]
-            cut = expert_parallel // inner
-            if axis != "dp_replicate" and 1 < cut < size:
+            cut, straddled = divmod(expert_parallel, inner)
+            if axis != "dp_replicate" and not straddled and 1 < cut < size and size % cut == 0:
                 found += [(axis + "'", cut), (axis, size // cut)]
             else:
                 found.append((axis, size))
@@ -71,6 +72,11 @@ class Ranks:
 
     def stride(self, axis: int) -> int:
         return math.prod(self.sizes[axis + 1 :])
+
+    def are_straddled(self, expert_parallel: int) -> bool:
+        """Return whether the groups of expert parallelism are not along axes."""
+        strides = map(self.stride, range(len(self.sizes)))
+        return expert_parallel not in (1, len(self), *strides)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         return tuple(rank // self.stride(axis) % size for axis, size in enumerate(self.sizes))

@@ -6,9 +6,10 @@ import pytest
 from tiny import RECIPES
 
 from titan_lite.config import load_config
-from titan_lite.distributed.layout import Layout
+from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.tools.verify import command
 from titan_lite.tools.verify.check import check_layout
+from titan_lite.tools.verify.lockstep import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,12 @@ def checked(recipe, world_size, *options):
             [*degrees(dp_shard=4, tp=2, ep=4), "--experts.balance=sequence"],
             marks=pytest.mark.slow,
         ),
+        pytest.param(  # 2 ranks of experts are no part of 3 of tp
+            "qwen3_moe_debug",
+            6,
+            [*degrees(dp_shard=2, tp=3, ep=2), "--model.n_heads=6", "--model.n_kv_heads=3"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_right_layout_agrees(recipe, world_size, options):
@@ -65,6 +72,23 @@ def test_a_right_layout_agrees(recipe, world_size, options):
     assert verdict.differences == []
     assert 0 < verdict.error < 1e-9
     assert verdict.ranks == world_size
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ep", "axes", "sizes", "straddled"),
+    [
+        (dict(dp_shard=2, tp=8), 4, ("dp_shard", "tp", "tp'"), (2, 2, 4), False),
+        (dict(dp_shard=4, cp=2), 4, ("dp_shard", "dp_shard'", "cp"), (2, 2, 2), False),
+        (dict(dp_shard=2, tp=3), 2, ("dp_shard", "tp"), (2, 3), True),
+        (dict(cp=4, tp=3), 4, ("cp", "tp"), (4, 3), True),
+    ],
+)
+def test_expert_parallelism_has_a_part_of_an_axis_or_straddles_it(
+    degrees, ep, axes, sizes, straddled
+):
+    ranks = Ranks.of({**dict.fromkeys(AXES, 1), **degrees}, ep)
+    assert (ranks.axes, ranks.sizes) == (axes, sizes)
+    assert ranks.are_straddled(ep) == straddled
 
 
 # Those that CI has the time for; others wait for a release.

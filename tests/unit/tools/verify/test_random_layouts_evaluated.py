@@ -91,7 +91,11 @@ def test_a_random_legal_layout_agrees(seed):
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize("seed", range(DRAWN // 2))
 def test_processes_agree_with_the_evaluation_of_a_random_legal_layout(seed):
-    """Both say of the same layouts that they are right: the evaluation in the test above."""
+    """Both say of the same layouts that they are right: the evaluation in the test above.
+
+    Two steps: with tied embeddings the gradient's norm is 20, and rounding grows a hundredfold in
+    five.
+    """
     _, layout, (recipe, *options) = legal_layout(seed)
-    ranks = ["--world-size", str(layout.world_size)]
-    assert command.main([str(RECIPES / f"{recipe}.toml"), *ranks, "--processes", *options]) == 0
+    command_line = [str(RECIPES / f"{recipe}.toml"), "--world-size", str(layout.world_size)]
+    assert command.main([*command_line, "--processes", "--steps=2", *options]) == 0
