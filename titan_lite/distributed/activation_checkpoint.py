@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from titan_lite.collectives import collectives, tracing
+from titan_lite.distributed.specialize import specialize
 from titan_lite.models.attention import OPERATOR as ATTENTION_WITHIN_DOCUMENTS
 from titan_lite.models.experts import CHOICE, GROUPED_GEMM, routers_of
 
@@ -79,8 +80,7 @@ def apply_activation_checkpoint(
             choices=bool(routers_of(block)),
         )
         block.__dict__["_kept"] = kept if recomputes(int(name), mode, option) else None
-        cls: Any = type(block)
-        block.__class__ = _checkpointed_class(cls)
+        specialize(block, "Checkpointed", checkpointed)
 
 
 @contextmanager
@@ -192,9 +192,8 @@ def checkpoint_rule(block: nn.Module) -> "CheckpointRule | None":
     return None if kept is None else kept.new_rule()
 
 
-@functools.cache
-def _checkpointed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `cls` that runs its forward under checkpoint, if `_kept` is not None."""
+def checkpointed(cls: type[nn.Module]) -> dict[str, object]:
+    """Return the members of a block that runs under checkpoint, if `_kept` is not None."""
 
     def forward(self: nn.Module, *args: Tensor) -> Tensor:
         kept: Kept | None = self.__dict__["_kept"]
@@ -213,4 +212,4 @@ def _checkpointed_class(cls: type[nn.Module]) -> type[nn.Module]:
             context_fn=functools.partial(selective_contexts, kept),
         )
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return {"forward": forward}

@@ -18,9 +18,6 @@ Experts are on a mesh of their own (mesh.expert_mesh): ep is the innermost part 
 dp_shard x cp x tp, and the others share the shards of an expert.
 """
 
-import functools
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import annotate
@@ -30,6 +27,7 @@ from titan_lite.collectives import Axis
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.distributed.mesh import axis_of
+from titan_lite.distributed.specialize import specialize
 from titan_lite.distributed.tensor_parallel import exchange_tokens, split_over
 from titan_lite.models.experts import Experts
 from titan_lite.models.fqns import is_of_experts
@@ -56,8 +54,7 @@ def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
             assert parameter is not None
             module._parameters[name] = split_over(mesh, parameter, 0)
         module.__dict__["_ep"] = axis
-        cls: Any = type(module)
-        module.__class__ = _parallel_class(cls)
+        specialize(module, "ExpertParallel", expert_parallel)
 
 
 def check_experts(model: Transformer) -> None:
@@ -75,10 +72,8 @@ def check_experts(model: Transformer) -> None:
                 )
 
 
-# as in simple_fsdp.py: one class for all modules replaced alike; it must not close over a mesh
-@functools.cache
-def _parallel_class(cls: type[Experts]) -> type[Experts]:
-    """Return a subclass of `cls` that computes its experts for the tokens of all ranks."""
+def expert_parallel(cls: type[Experts]) -> dict[str, object]:
+    """Return the members of a module that computes its experts for the tokens of all ranks."""
 
     def forward(self: nn.Module, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
         axis: Axis = self._ep  # type: ignore[assignment]
@@ -90,7 +85,7 @@ def _parallel_class(cls: type[Experts]) -> type[Experts]:
         with annotate({"axis": "ep"}):
             return exchange_tokens(parts, axis, _reduce_scatter, _all_gather)
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return {"forward": forward}
 
 
 def _all_gather(x: Tensor, axis: Axis) -> Tensor:

@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ from titan_lite.distributed.buckets import Specs
 from titan_lite.distributed.mesh import axis_of
 from titan_lite.distributed.param_collectives import PLAIN, GatheredWeight, ShardSpec, Weight
 from titan_lite.distributed.prefetch import PrefetchGatherer
+from titan_lite.distributed.specialize import specialize
 from titan_lite.distributed.step_gather import (
     OncePerStepGatherer,
     StepGradients,
@@ -343,8 +344,7 @@ def apply_simple_fsdp(
                 module._parameters[name] = shards[parameter]
                 own_specs[name] = specs[shards[parameter]]
         module.__dict__["_fsdp"] = ShardedParameters(own_specs, sharding)
-        cls: Any = type(module)
-        module.__class__ = _sharded_class(cls, tuple(own_specs), module is model)
+        specialize(module, "Sharded", sharded, tuple(own_specs), module is model)
     return sharding
 
 
@@ -398,11 +398,9 @@ def shard_parameter(
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad), spec
 
 
-# one class for all modules replaced alike, in every model; it must not close over a mesh
-@functools.cache
-def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> type[Any]:
-    """Return a subclass with a property for each parameter. The root's forward begins a phase of
-    PrefetchGatherer.
+def sharded(cls: type[nn.Module], names: tuple[str, ...], is_root: bool) -> dict[str, object]:
+    """Return the members of a sharded module: a property for each parameter. The root's forward
+    begins a phase of PrefetchGatherer.
     """
 
     @functools.wraps(cls.forward)
@@ -415,12 +413,12 @@ def _sharded_class(cls: type[Any], names: tuple[str, ...], is_root: bool) -> typ
         with sharding.prefetch.forward(reshard):
             return cls.forward(self, *args, **kwargs)
 
-    members: dict[str, object] = {"__module__": cls.__module__}
-    for name in names:
-        members[name] = property(functools.partial(read_parameter, name=name))
+    members: dict[str, object] = {
+        name: property(functools.partial(read_parameter, name=name)) for name in names
+    }
     if is_root:
         members["forward"] = forward
-    return type(cls.__name__, (cls,), members)
+    return members
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:

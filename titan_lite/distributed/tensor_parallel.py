@@ -43,6 +43,7 @@ from titan_lite.config.families import (
 )
 from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import axis_of
+from titan_lite.distributed.specialize import specialize
 from titan_lite.models.fqns import is_of_experts
 from titan_lite.models.loss import VocabularyShard
 from titan_lite.models.transformer import Transformer
@@ -147,8 +148,7 @@ def apply_styles(
         if style is not None and (style.gathers or style.scatters):
             module.__dict__["tp_axis"] = axis
             if not getattr(module, "exchanges_tokens", False):
-                cls: Any = type(module)
-                module.__class__ = _parallel_class(cls, style)
+                specialize(module, "TensorParallel", tensor_parallel, style)
 
 
 @contextmanager
@@ -264,10 +264,8 @@ def split_over(mesh: DeviceMesh, parameter: nn.Parameter, dim: int | None) -> nn
     return nn.Parameter(part, parameter.requires_grad)
 
 
-# as in simple_fsdp.py: one class for all modules replaced alike; it must not close over a mesh
-@functools.cache
-def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
-    """Return a subclass of `cls` that gathers the tokens of its input, or scatters its output's."""
+def tensor_parallel(cls: type[nn.Module], style: Style) -> dict[str, object]:
+    """Return the members of a module that gathers tokens, or scatters those of its output."""
 
     def forward(self: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         axis: Axis = self.tp_axis  # type: ignore[assignment]
@@ -280,7 +278,7 @@ def _parallel_class(cls: type[nn.Module], style: Style) -> type[nn.Module]:
             x = cls.forward(self, x, *others)
         return scatter_tokens(x, axis) if style.scatters else x
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return {"forward": forward}
 
 
 def _look_up(tokens: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titan_lite.collectives import all_reduce
 from titan_lite.distributed.param_collectives import stand_in
+from titan_lite.distributed.specialize import specialize
 from titan_lite.distributed.tensor_parallel import (
     COLUMN,
     ROW,
@@ -48,8 +49,7 @@ def apply_float8_tokens(model: nn.Module, family: str, *, compiled: bool) -> Non
                 if style_of(f"{fqn}.{name}", family) == COLUMN
             ]
             if matmuls and all(isinstance(matmul, Float8Linear) for matmul in matmuls):
-                cls: Any = type(module)
-                module.__class__ = _gathering_class(cls)
+                specialize(module, "Gathering", gathering)
 
 
 class _ScatteringLinear(Float8Linear):
@@ -66,17 +66,14 @@ class _ScatteringLinear(Float8Linear):
         return self.multiply(x, (scatter, gather_gradient))
 
 
-# as in simple_fsdp.py: one class for all modules replaced alike
-@functools.cache
-def _gathering_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `cls` that gathers the tokens of its input in float8."""
+def gathering(cls: type[nn.Module]) -> dict[str, object]:
+    """Return the members of a module that gathers the tokens of its input in float8."""
 
     def forward(self: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
         axis: Axis = self.tp_axis  # type: ignore[assignment]
         return cls.forward(self, _gather_tokens(x, axis), *others)
 
-    members = {"forward": forward, "exchanges_tokens": True, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), members)
+    return {"forward": forward, "exchanges_tokens": True}
 
 
 def _gather_tokens(x: Tensor, axis: Axis) -> Scaled:
