@@ -37,7 +37,12 @@ from titan_lite.tools.verify.lockstep import Divergence, InFloat64, Ranks, evalu
 from titan_lite.tools.verify.naming import KnownValues, WatchedValues
 from titan_lite.tools.verify.small import SmallRecipe, small_recipe, with_data_parallelism_alone
 from titan_lite.tools.verify.specification import Place
-from titan_lite.tools.verify.trace_ranks import TracedStage, fake_world, trace_stage
+from titan_lite.tools.verify.trace_ranks import (
+    FirstRanksChoices,
+    TracedStage,
+    fake_world,
+    trace_stage,
+)
 from titan_lite.tools.verify.variants import StageVariants
 
 TOLERANCE = 1e-8  # relative; float64 leaves 1e-10
@@ -137,7 +142,8 @@ def compare_sizes(check: "Check", config: Config, layout: Layout) -> None:
         check = Check(dataclasses.replace(small, layout=gathering), verdict)
     for index in range(len(small.chain)):
         with fake_world(small.layout.world_size, 0):
-            of_real = trace_stage(real, index, FakeTensorMode(allow_non_fake_inputs=True))
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            of_real = trace_stage(real, index, FirstRanksChoices(), mode)
         of_small = check.trace(index, 0)
         verdict.differences += differences(of_small, of_real, config)
         verdict.not_covered += not_alike(of_small, of_real)
@@ -160,6 +166,7 @@ class Check:
         self.wrong: set[str] = set()  # the parameters with a wrong gradient, and "loss"
         self.watcher: KnownValues | WatchedValues | None = None
         self.traced: dict[tuple[int, int], TracedStage] = {}  # by stage and rank
+        self.choices = [FirstRanksChoices() for _ in small.chain]
         # tensors of a rank that several ranks share, by what they depend on
         self.shared: dict[Any, Tensor] = {}
 
@@ -249,7 +256,7 @@ class Check:
         """Return a stage as a rank has it."""
         if (index, rank) not in self.traced:
             with fake_world(len(self.ranks), rank):
-                self.traced[index, rank] = trace_stage(self.small, index)
+                self.traced[index, rank] = trace_stage(self.small, index, self.choices[index])
         return self.traced[index, rank]
 
     def parameter(self, fqn: str) -> Tensor:

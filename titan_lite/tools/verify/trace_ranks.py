@@ -1,7 +1,8 @@
 """Trace the graphs of a small recipe's stages as given ranks have them, after all passes.
 
+    ranks = FirstRanksChoices()
     with fake_world(small.layout.world_size, rank=3):
-        traced = trace_stage(small, index=0)
+        traced = trace_stage(small, 0, ranks)
     traced.graphs["backward"], traced.groups
 
 No process is started: the process group is fake, and what a graph computes with it has no meaning.
@@ -31,6 +32,7 @@ import titan_lite
 from titan_lite.collectives import collectives
 from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.model_parts import Value
+from titan_lite.compile.rank_agreement import OneRank
 from titan_lite.compile.settings import PassSettings
 from titan_lite.compile.torch_patches import replaced
 from titan_lite.cost.profiles import load_machine
@@ -130,16 +132,31 @@ def _line_of(frame: FrameType | None) -> str | None:
     return None
 
 
+class FirstRanksChoices(OneRank):
+    """Ranks that are traced one after the other: what the first chooses, the others take."""
+
+    def __init__(self) -> None:
+        self.choices: list[str] = []
+        self.taken = 0
+
+    def broadcast(self, text: str) -> str:
+        if self.taken == len(self.choices):
+            self.choices.append(text)
+        self.taken += 1
+        return self.choices[self.taken - 1]
+
+
 class _Keep(GraphPasses):
     """The passes of the recipe, which keep the graphs."""
 
-    def __init__(self, small: SmallRecipe):
+    def __init__(self, small: SmallRecipe, ranks: FirstRanksChoices):
         compile = small.config.compile
         # Without a machine all that can be cut into chunks of tokens is; buckets by cost need one.
         machine = None
         if compile.buckets_across_blocks:
             machine = load_machine(compile.machine or "H100")
-        settings = PassSettings(compile, machine)
+        ranks.taken = 0
+        settings = PassSettings(compile, machine, ranks=ranks)
         super().__init__(settings, choose_passes(small.config))
         self.graphs: dict[str, GraphModule] = {}
 
@@ -149,13 +166,17 @@ class _Keep(GraphPasses):
 
 
 def trace_stage(
-    small: SmallRecipe, index: int, mode: AbstractContextManager[object] | None = None
+    small: SmallRecipe,
+    index: int,
+    ranks: FirstRanksChoices,
+    mode: AbstractContextManager[object] | None = None,
 ) -> TracedStage:
     """Return stage `index` of the chain as this rank of a fake world has it.
 
+    ranks: of the stage, equal for all of them.
     mode: in which tensors are made and the stage runs, such as FakeTensorMode for real sizes.
     """
-    graph_passes = _Keep(small)
+    graph_passes = _Keep(small, ranks)
     layout = dataclasses.replace(small.layout, pipeline=small.chain[index])
     mesh = build_mesh(layout.degrees, "cpu")
     parallel = parallelize(
