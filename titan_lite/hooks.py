@@ -132,7 +132,6 @@ class LogRun(Hook):
             tokens=trainer.progress.tokens_seen,
             skipped_steps=trainer.skipped_steps.count,
             saved_steps=trainer.checkpointer.steps() if saves else (),
-            reports=trainer.model.compile_reports,
             replica_groups=trainer.config.fault_tolerance.replica_groups,
             bad_documents=trainer.bad_documents.summary(),
             tensorboard=trainer.config.metrics.enable_tensorboard,

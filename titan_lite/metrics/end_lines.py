@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_lite.compile.report import (
-    CompileReport,
-    describe,
-    milliseconds,
-    rank_timelines,
-    write_reports,
-)
+from titan_lite.compile.report import CompileReport, describe, write_reports
 from titan_lite.logging import logger
 from titan_lite.metrics.goodput import time_spent
 from titan_lite.metrics.run_files import last_start, read_metrics
@@ -46,7 +40,6 @@ class RunEnd:
     tokens: int  # that were counted, over all ranks
     skipped_steps: int
     saved_steps: Sequence[int]  # on disk
-    reports: Sequence[CompileReport]  # of all pipeline ranks
     replica_groups: int = 1  # if none is lost
     bad_documents: str = ""  # words on documents that were left out
     tensorboard: bool = False
@@ -60,7 +53,6 @@ def end_lines(dump_folder: Path, end: RunEnd) -> list[str]:
     lines = [ending(end, metrics)]
     lines += speed(metrics, since=last_start(path))
     lines += filter(None, [time_spent(dump_folder, end.replica_groups).describe()])
-    lines += exposed_communication(end.reports)
     saved = ", ".join(f"step-{step}" for step in end.saved_steps)
     lines.append(f"checkpoints: {saved or 'none'}")
     folder = shlex.quote(str(dump_folder))
@@ -109,15 +101,3 @@ def speed(metrics: Mapping[int, Mapping[str, Any]], since: int) -> list[str]:
     line += f", waiting for data {statistics.median(values_of('data_wait')):.1f}% (medians)"
     line += f"; peak memory {max(values_of('memory_gib')):.2f} GiB"
     return [line]
-
-
-def exposed_communication(reports: Sequence[CompileReport]) -> list[str]:
-    """Return a line on the time that computation waits for communication, if it was estimated."""
-    by_rank = rank_timelines(reports)
-    if not by_rank:
-        return []
-    timelines = [timeline for timelines in by_rank.values() for timeline in timelines]
-    waited = milliseconds(sum(timeline.waited for timeline in timelines))
-    seconds = milliseconds(sum(timeline.seconds for timeline in timelines))
-    over = f" over {len(by_rank)} pipeline ranks" if len(by_rank) > 1 else ""
-    return [f"communication: {waited} of {seconds} exposed{over}, estimated (compile.json)"]

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from titan_lite.compile.report import CompileReport
-from titan_lite.cost.timeline import Span, Timeline
+from titan_lite.cost.timeline import Timeline
 from titan_lite.metrics.end_lines import RunEnd, end_lines, log_compile_reports
 
 
@@ -22,22 +22,12 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
         {"step": 20, "validation_loss": 1.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    exchange = Span(
-        "compute", "all_gather", 0.0, 0.05, exposed=0.05, group="tp"
-    )  # which is waited for at once
-    timeline = Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0)
-    reports = [
-        CompileReport("forward", {}, (), {}, "", timeline),
-        CompileReport("inference", {}, (), {}, "", timeline),
-        CompileReport("forward", {}, (), {}, "", replace(timeline, spans=(exchange,)), pp_rank=1),
-    ]
     done = RunEnd(
         stopped=False,
         step=30,
         tokens=3000,
         skipped_steps=1,
         saved_steps=(10, 30),
-        reports=reports,
         tensorboard=True,
     )
     assert end_lines(tmp_path, done) == [
@@ -49,7 +39,6 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
             "speed: 250 tokens per second and device, MFU 25.0% (30.0% with attention counted as"
             " full), waiting for data 1.5% (medians); peak memory 0.70 GiB"
         ),
-        "communication: 250 ms of 800 ms exposed over 2 pipeline ranks, estimated (compile.json)",
         "checkpoints: step-10, step-30",
         f"to look at: python -m titan_lite report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]
@@ -62,7 +51,6 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
         tokens=9,
         skipped_steps=0,
         saved_steps=(),
-        reports=[],
         command="./run_train.sh --training.steps 9",
     )
     told = end_lines(tmp_path, stopped)
@@ -80,17 +68,8 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
     with open(tmp_path / "metrics.jsonl", "a") as file:  # a run with nothing to do
         file.write('{"resumed_from": 1}\n')
     assert end_lines(tmp_path, replace(stopped, stopped=False))[1] == "checkpoints: none"
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "tps": 5.0, "data_wait": 0.0, "memory_gib": 0.1}\n'
-    )
-    alone = [
-        CompileReport(
-            "forward", {}, (), {}, "", Timeline("forward", (), 0.4, 0.4, 0.0, 0.0, 0.0, 0)
-        )
-    ]
-    assert end_lines(tmp_path, replace(stopped, reports=alone)) == told
     (tmp_path / "metrics.jsonl").write_text("")
-    nothing = RunEnd(stopped=False, step=0, tokens=0, skipped_steps=0, saved_steps=(), reports=[])
+    nothing = RunEnd(stopped=False, step=0, tokens=0, skipped_steps=0, saved_steps=())
     assert len(end_lines(tmp_path, nothing)) == 3
 
 
@@ -102,7 +81,6 @@ def test_the_commands_to_look_at_a_run_may_be_pasted_whatever_its_folder_is_call
         tokens=9,
         skipped_steps=0,
         saved_steps=(),
-        reports=[],
         tensorboard=True,
     )
     assert end_lines(folder, end)[-1] == (
@@ -111,7 +89,7 @@ def test_the_commands_to_look_at_a_run_may_be_pasted_whatever_its_folder_is_call
 
 
 def test_the_end_of_a_run_whose_folder_is_gone_is_told_without_figures(tmp_path):
-    done = RunEnd(stopped=False, step=3, tokens=9, skipped_steps=0, saved_steps=(), reports=[])
+    done = RunEnd(stopped=False, step=3, tokens=9, skipped_steps=0, saved_steps=())
     told = end_lines(tmp_path / "gone", done)
     assert told[:2] == ["done: step 3, 9 tokens, 0 steps skipped", "checkpoints: none"]
 

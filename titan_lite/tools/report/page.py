@@ -11,7 +11,7 @@ FILE. It shows these files:
     events.jsonl     checkpoints, skipped steps, warnings, failures
     config.toml      the resolved recipe
     experts.json     the shares of experts
-    compile.json     buckets; timeline.json: their timeline
+    compile.json     buckets
 
 The run may still be going on. page.html has the frame of the page, its style and its script.
 """

@@ -5,7 +5,6 @@ run.rows[-1]["loss"], run.recipe["training.steps"]
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +14,7 @@ from titan_lite.config.load import read_toml, without_gone
 from titan_lite.config.nearest import RENAMED
 from titan_lite.metrics.run_files import FILE_OF_EXPERTS, read_events, read_rows
 
-MICROSECONDS = 1e3  # in a millisecond; the unit of a trace
 T = TypeVar("T")
-SAME_TIME = 1e-6  # milliseconds; a shorter gap between computations is none
 
 
 @dataclass
@@ -31,7 +28,6 @@ class RunRecord:
     # {"training.steps": 1000, ...}; empty without config.toml
     recipe: dict[str, Any] = field(default_factory=dict)
     compile_reports: list[dict[str, Any]] = field(default_factory=list)  # compile.json
-    timelines: list[dict[str, Any]] = field(default_factory=list)  # as `_timelines` returns them
     experts: dict[str, Any] = field(default_factory=dict)  # experts.json; empty of a dense model
     notes: list[str] = field(default_factory=list)  # on lines that were skipped
     # of the steps that were saved, those that are there; None if the folder of steps is not
@@ -59,7 +55,6 @@ def read_run(folder: Path, name: str) -> RunRecord:
     run.steps_there = _steps_there(run)
     run.compile_reports = _read_json(folder / "compile.json", default=[])
     run.experts = _read_json(folder / FILE_OF_EXPERTS, default={})
-    run.timelines = _timelines(_read_json(folder / "timeline.json", default={}))
     return run
 
 
@@ -143,48 +138,3 @@ def _read_json(path: Path, default: T) -> T:
         raise ConfigError(
             f"{path}: not valid JSON ({error}); remove the file to make the page without it"
         ) from None
-
-
-def _timelines(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a timeline for each process (pipeline rank) of a Chrome trace: title, lanes, graphs,
-    and spans [number of the lane, start, length, exposed, name] in milliseconds. Computation
-    without gaps is one span.
-    """
-    timelines: dict[int, dict[str, Any]] = {}  # by process
-    bars = []
-    for event in trace.get("traceEvents", ()):
-        process = event.get("pid", 0)
-        timeline = timelines.setdefault(
-            process, {"title": "", "lanes": [], "graphs": [], "spans": []}
-        )
-        if event.get("ph") == "X":
-            bars.append((event["ts"], timeline, event))
-        elif event.get("ph") == "M" and event["name"] == "process_name":
-            timeline["title"] = event["args"]["name"]
-        elif event.get("ph") == "M" and event["name"] == "thread_name":
-            timeline["lanes"].append(event["args"]["name"])
-    for _, timeline, event in sorted(bars, key=lambda bar: bar[0]):
-        _add_bar(timeline, event)
-    return [timelines[process] for process in sorted(timelines) if timelines[process]["spans"]]
-
-
-def _add_bar(timeline: dict[str, Any], event: Mapping[str, Any]) -> None:
-    """Add a bar of a Chrome trace to a timeline. Bars come in the order of their starts."""
-    start = event["ts"] / MICROSECONDS
-    length = event["dur"] / MICROSECONDS
-    graphs, spans = timeline["graphs"], timeline["spans"]
-    if not graphs or graphs[-1]["name"] != event["cat"]:
-        graphs.append({"name": event["cat"], "start": start, "end": start})
-    graphs[-1]["end"] = max(graphs[-1]["end"], start + length)
-
-    lane = event["tid"]
-    if lane != 0:
-        exposed = event["args"]["exposed_us"] / MICROSECONDS
-        spans.append([lane, start, length, exposed, event["name"]])
-        return
-    name = f"{event['cat']}: computation"
-    before = next((span for span in reversed(spans) if span[0] == 0), None)
-    if before and before[4] == name and start - before[1] - before[2] < SAME_TIME:
-        before[2] = start + length - before[1]
-    else:
-        spans.append([0, start, length, 0, name])

@@ -1,4 +1,4 @@
-"""Choose what the page's script draws of a run: its curves, marks and timelines, as JSON."""
+"""Choose what the page's script draws of a run: its curves and marks, as JSON."""
 
 import math
 from collections.abc import Mapping
@@ -34,10 +34,6 @@ def script_data(run: RunRecord, number: int) -> dict[str, Any]:
         "hours": [rounded(row["hours"]) for row in rows],
         "values": {name: [rounded(row.get(name)) for row in rows] for name in sorted(curves)},
         "marks": [mark(event) for event in run.events if event["event"] not in NOT_MARKED],
-        "timelines": [
-            {**timeline, "spans": [[*map(rounded, span)] for span in timeline["spans"]]}
-            for timeline in run.timelines
-        ],
     }
 
 

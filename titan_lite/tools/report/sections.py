@@ -317,36 +317,16 @@ def saved_steps(run: RunRecord) -> str:
 
 
 def buckets(runs: Sequence[RunRecord]) -> str:
-    """Return the timelines of compiled graphs, and the tables of their collectives."""
+    """Return the tables of the collectives of compiled graphs."""
     parts = []
-    for number, run in enumerate(runs):
-        if not run.compile_reports:
-            continue
-        parts.append(f"<h3>{text(run.name)}</h3>")
-        for index, timeline in enumerate(run.timelines):
-            parts.append(timeline_figure(run, timeline, f"timeline-{number}-{index}"))
-        parts += map(collectives, run.compile_reports)
+    for run in runs:
+        if run.compile_reports:
+            parts.append(f"<h3>{text(run.name)}</h3>")
+            parts += map(collectives, run.compile_reports)
     if not parts:
         return ""
-    legend = ""
-    if any(run.timelines for run in runs):
-        legend = (
-            '<p class="muted">Estimated for one pass: computation, and communication along each'
-            " mesh axis; in red communication without computation.</p>"
-        )
-    return f"<h2>Buckets</h2>{legend}{''.join(parts)}"
-
-
-def timeline_figure(run: RunRecord, timeline: Mapping[str, Any], name: str) -> str:
-    """Return the frame in which the script draws a timeline."""
-    lanes = timeline["lanes"]
-    title = text(timeline["title"])
-    return (
-        f'<figure><p class="muted">{title}, from above: {text(", ".join(lanes))}</p>'
-        f'<svg id="{name}" height="{36 + 32 * len(lanes)}" role="img"'
-        f' aria-label="timeline of {text(run.name)}, {title}"></svg>'
-        '<figcaption class="readout"></figcaption></figure>'
-    )
+    legend = "Times are estimated. timeline.json of the run shows them in order, in Perfetto."
+    return f'<h2>Buckets</h2><p class="muted">{legend}</p>{"".join(parts)}'
 
 
 def collectives(report: Mapping[str, Any]) -> str:

@@ -43,7 +43,6 @@ def run(tmp_path):
         metrics=None,
         events=(),
         reports=None,
-        spans=None,
         overrides=("--training.steps", "40"),
     ):
         folder = tmp_path / name
@@ -59,8 +58,6 @@ def run(tmp_path):
             )
         if reports is not None:
             (folder / "compile.json").write_text(json.dumps(reports))
-        if spans is not None:
-            (folder / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
         if overrides is not None:
             config = load_config(ROOT / "train_configs/debug_model.toml", overrides)
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -306,24 +303,7 @@ def test_several_runs_show_where_their_recipes_differ(run):
     assert "The recipes are the same" in page([one, one])
 
 
-def test_buckets_and_their_timeline(run):
-    def span(lane, name, start, length, exposed=0.0, graph="forward", rank=0):
-        times = {"ts": start, "dur": length, "args": {"exposed_us": exposed}}
-        return {"ph": "X", "pid": rank, "tid": lane, "name": name, "cat": graph, **times}
-
-    def named(what, rank, name):
-        return {"ph": "M", "name": what, "pid": rank, "args": {"name": name}}
-
-    spans = [
-        *(named("process_name", rank, f"pipeline rank {rank}") for rank in (0, 1)),
-        *(named("thread_name", rank, name) for rank in (0, 1) for name in ("computation", "FSDP")),
-        span(0, "mm", 0, 1000),
-        span(1, "all_gather a.weight", 500, 2000, 700),
-        span(0, "add", 1000, 500),
-        span(0, "mm_2", 2500, 1500),
-        span(0, "mm_3", 4000, 1000, graph="backward"),
-        span(0, "mm", 0, 2000, rank=1),
-    ]
+def test_buckets(run):
     found = read_run(
         run(
             reports=[
@@ -331,30 +311,10 @@ def test_buckets_and_their_timeline(run):
                 {**COMPILE_REPORT, "graph": "inference"},
                 {**COMPILE_REPORT, "pp_rank": 1},
             ],
-            spans=spans,
         ),
         "run",
     )
-    first, second = found.timelines
-    assert (first["title"], first["lanes"]) == ("pipeline rank 0", ["computation", "FSDP"])
-    assert (second["title"], second["spans"]) == (
-        "pipeline rank 1",
-        [[0, 0.0, 2.0, 0, "forward: computation"]],
-    )
-    assert first["graphs"] == [
-        {"name": "forward", "start": 0.0, "end": 4.0},
-        {"name": "backward", "start": 4.0, "end": 5.0},
-    ]
-    assert first["spans"] == [  # computation without a gap is one
-        [0, 0.0, 1.5, 0, "forward: computation"],
-        [1, 0.5, 2.0, 0.7, "all_gather a.weight"],
-        [0, 2.5, 1.5, 0, "forward: computation"],
-        [0, 4.0, 1.0, 0, "backward: computation"],
-    ]
     text = page([found])
-    assert 'id="timeline-0-0"' in text
-    assert 'id="timeline-0-1"' in text
-    assert "pipeline rank 1, from above: computation, FSDP" in text
     assert "forward: 9 all_gather → 1" in text
     assert "a.weight and 1 more" in text
     assert "1 of 8 ms" in text  # exposed, of both ranks
@@ -376,17 +336,6 @@ METRICS = [
         "a_metric_of_another_version": 1e-9,
     }
     for step in (10, 20, 30, 40)
-]
-SPANS = [  # of a graph that is too short for its name, and a long one
-    {"ph": "M", "name": "thread_name", "args": {"name": "computation"}},
-    *(
-        {"ph": "X", "tid": 0, "name": "mm", "cat": graph, "ts": start, "dur": length}
-        for graph, start, length in (
-            ("inference", 0, 10),
-            ("forward", 10, 20),
-            ("backward", 30, 900),
-        )
-    ),
 ]
 EXPERTS = {"first_step": 1, "step": 40, "layers": [[0.5, 0.3, 0.2, 0.0]]}
 EVENTS = [
@@ -456,7 +405,6 @@ def test_labels_are_whole_values_in_their_card_and_nothing_over_something_else(
             metrics=METRICS,
             events=EVENTS,
             reports=[COMPILE_REPORT],
-            spans=SPANS,
             overrides=("--training.steps", str(40 + number), *overrides),
         )
         (folder / "experts.json").write_text(json.dumps(EXPERTS))
