@@ -8,14 +8,10 @@ Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its no
 import functools
 
 import pytest
-import torch
 from packed_attention import packed_attention
-from parity import gathered_apart
 from tiny import DEBUG, DEBUG_TOKENIZER, FIRST_FAMILY, OF_FAMILY
 
 from titan_lite.config import load_config
-from titan_lite.config.families import LLAMA3
-from titan_lite.distributed.stage import Stage
 from titan_lite.features.async_tp import token_chunks as chunking
 from titan_lite.models.shapes import shape_of
 from titan_lite.tools.verify.compare import compare
@@ -184,26 +180,6 @@ def test_a_proxy_has_documents_to_mask():
         expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False)
     )
     assert (masked - whole).norm() > 0.05 * whole.norm()
-
-
-def all_at_once(trainer):
-    """Gather before the first forward and reduce after the last backward."""
-    Stage.gathered_for_step = gathered_apart
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("options", [NOTHING, INTERLEAVED])
-def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(options):
-    config = proxy_of("dp_shard=2,pp=2", [*options, *COMPILED], steps=3)
-    found, apart = (
-        run(config, proxy_model(LLAMA3.flavors["debug"], 4), prepare=prepare)
-        for prepare in (None, all_at_once)
-    )
-    assert found.losses == apart.losses
-    assert found.gradients.keys() == apart.gradients.keys()
-    assert all(
-        torch.equal(gradient, apart.gradients[fqn]) for fqn, gradient in found.gradients.items()
-    )
 
 
 def as_on_gpus(trainer):

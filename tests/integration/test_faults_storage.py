@@ -86,18 +86,6 @@ def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(on_failure
         assert sorted(path.name for path in disk.iterdir()) == ["lock", "step-2"]
 
 
-@pytest.mark.release
-def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
-    options = ["--checkpoint.last_save_model_only"]
-    assert trained(tmp_path, *options).returncode == 0
-    again = trained(tmp_path, *options)
-    assert again.returncode == 0
-    assert "nothing to do: step 6 is done" in again.stdout
-    longer = trained(tmp_path, *options, *steps(8))
-    assert longer.returncode == 2
-    assert "the checkpoint has only the model" in longer.stdout
-
-
 @pytest.mark.parametrize(
     ("locked", "options", "key"),
     [

@@ -132,13 +132,3 @@ def test_a_run_whose_groups_cannot_save_ends_with_1(tmp_path):
     assert "error: groups have failed 7 times without a further step" in output
     assert max(written(tmp_path / "run", "loss")) == INTERVAL
     assert not list((tmp_path / "run/checkpoint").glob("step-*"))
-
-
-@pytest.mark.release
-def test_a_run_whose_groups_cannot_save_the_last_step_says_so_and_ends_with_1(tmp_path):
-    """Though the recipe goes on without a checkpoint on the way."""
-    goes_on = "--checkpoint.on_failure=continue"
-    code, output = killed(tmp_path / "run", "disk", INTERVAL, goes_on)
-    assert code == 1
-    assert f"step {STEPS} is not on disk in " in output
-    assert max(written(tmp_path / "run", "loss")) == STEPS

@@ -13,8 +13,6 @@ import pytest
 from commands import ENVIRONMENT, Job, launcher, ranks_of
 from descendants import until_ended
 
-from titan_lite.launch import describe_failures
-
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -174,12 +172,3 @@ def test_what_would_end_there_again_is_not_started_again(launch):
         3,
     )  # also a rank of the first attempt that is late
     assert "error: " not in job.output
-
-
-def test_failures_are_told_with_the_killed_ranks_first():
-    said = describe_failures({0: 1, 1: -9, 2: -11, 3: 1})
-    assert (
-        said
-        == "rank 1 was killed by SIGKILL; rank 2 was killed by SIGSEGV; rank 0 ended with exit code"
-        " 1; rank 3 ended with exit code 1"
-    )

@@ -166,12 +166,6 @@ def test_the_run_ends_as_the_group_that_has_found_its_last_step_on_disk(
     assert groups.code() == code
 
 
-def test_a_step_that_fails_again_and_again_ends_the_run(tmp_path):
-    code, groups = ended(tmp_path, [TRAINS.replace("pass", WAITS)], [step_of(tmp_path, 1, 13)])
-    assert code == FAILED
-    assert groups.started.count(1) == 3 * 2 + 1
-
-
 def test_wrong_input_ends_all_groups_before_the_run_has_begun(tmp_path):
     assert ended(tmp_path, [WAITS], [CODE.format(2)])[0] == WRONG_INPUT
 

@@ -55,11 +55,6 @@ def test_help_needs_no_installation(bare, arguments):
         assert word in done.stdout
 
 
-def test_anything_but_help_does(bare):
-    done = run_train(bare, "--print-config")
-    assert (done.returncode, has_installed(bare)) == (1, True)
-
-
 @pytest.mark.parametrize(
     ("variables", "line"),
     [

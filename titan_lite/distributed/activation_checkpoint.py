@@ -80,7 +80,7 @@ def apply_activation_checkpoint(
             choices=bool(routers_of(block)),
         )
         block.__dict__["_kept"] = kept if recomputes(int(name), mode, option) else None
-        specialize(block, "Checkpointed", checkpointed)
+        specialize(block, "Checkpointable", checkpointable)
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def checkpoint_rule(block: nn.Module) -> "CheckpointRule | None":
     return None if kept is None else kept.new_rule()
 
 
-def checkpointed(cls: type[nn.Module]) -> dict[str, object]:
+def checkpointable(cls: type[nn.Module]) -> dict[str, object]:
     """Return the members of a block that runs under checkpoint, if `_kept` is not None."""
 
     def forward(self: nn.Module, *args: Tensor) -> Tensor:

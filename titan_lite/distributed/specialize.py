@@ -1,8 +1,8 @@
 """Let a module be of a subclass of its class: what shards, splits or checkpoints it is then its own
 forward, and its FQN and the code of the model stay as they are.
 
-    specialize(module, "Checkpointed", checkpointed)
-    type(module).__name__                                   # "CheckpointedLlamaBlock"
+    specialize(module, "Sharded", sharded, names, False)
+    type(module).__name__                                   # "ShardedLinear"
 """
 
 import functools

@@ -2,37 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_lite.checkpoint.host_copies import HostCopies
 
 
 def addresses(staged):
     return {name: copy.data_ptr() for name, copy in staged.items()}
-
-
-def test_a_copy_is_of_its_own_and_the_next_one_is_in_its_memory():
-    live = {
-        "w": torch.randn(8, 6),
-        "turned": torch.randn(6, 8).t()[1:],  # not contiguous
-        "half": torch.randn(5).bfloat16(),
-        "step": torch.tensor(3.0),
-        "none": torch.empty(0, 4),
-    }
-    copies = HostCopies(pinned=False)
-    first = copies.update(live)
-    places = addresses(first)
-    for _ in range(2):
-        expected = {name: tensor.clone() for name, tensor in live.items()}
-        staged = copies.update(live)
-        for tensor in live.values():
-            tensor.add_(1)
-        assert addresses(staged) == places
-        for name, copy in staged.items():
-            assert copy.dtype == expected[name].dtype
-            assert torch.equal(copy, expected[name])
 
 
 def test_memory_of_another_shape_or_dtype_or_of_no_tensor_is_not_kept():
@@ -53,22 +28,6 @@ def test_memory_of_another_shape_or_dtype_or_of_no_tensor_is_not_kept():
     # what is not used again stays as it was
     for name in ("shape", "dtype", "gone"):
         assert torch.equal(before[name], torch.ones(4, 4))
-
-
-def test_of_a_dtensor_it_is_this_ranks_part():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        live = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]).requires_grad_()
-        copies = HostCopies(pinned=False)
-        places = addresses(copies.update({"w": live}))
-        staged = copies.update({"w": live})
-        assert addresses(staged) == places
-        assert type(staged["w"]) is torch.Tensor
-        assert not staged["w"].requires_grad
-        assert torch.equal(staged["w"], live.full_tensor())
-    finally:
-        dist.destroy_process_group()
 
 
 def test_nothing_is_kept_where_memory_is_too_small(monkeypatch):

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from checkpoints import flip
 from ranks import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -495,13 +494,6 @@ def test_metadata_that_dcp_does_not_write_are_named(content, words, tmp_path):
 
 
 # What reads a step beside this project
-
-
-def test_plain_dcp_loads_a_step(tmp_path):
-    save(tmp_path, 1)
-    found = {name: torch.full_like(tensor, -1) for name, tensor in tensors(0).items()}
-    dcp.load(found, checkpoint_id=tmp_path / "checkpoint/step-1")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(1).items())
 
 
 def test_dcp_makes_a_file_of_torch_save_of_a_step_with_the_sections_of_torchtitan(tmp_path):

@@ -81,13 +81,6 @@ def test_a_tensor_in_any_parts_is_complete(folder):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda metadata: setattr(metadata, "state_dict_metadata", None), "is not as it was"),
-        (
-            lambda metadata: metadata.state_dict_metadata.update(
-                {5: metadata.state_dict_metadata[NAME]}
-            ),
-            "is not as it was",
-        ),
         (
             lambda metadata: setattr(metadata.state_dict_metadata[NAME], "properties", None),
             "is not as it was",

@@ -87,20 +87,6 @@ def test_graphs_are_written_before_and_after_each_pass(tmp_path):
     assert "# layers.1.a.weight, layers.1.b.weight" in texts[3]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, ["defer", "order", "bucket_by_block", "overlap_collectives"]),
-        (dict(bucketing="none", reordering=False, defer_weight_grads=False), ["order"]),
-    ],
-)
-def test_the_recipe_selects_the_passes_and_their_order(options, expected):
-    passes = choose_passes(Config(compile=Compile(**options)))
-    assert len(passes) == len(expected)
-    for function, name in zip(passes, expected, strict=True):
-        assert function.__name__.startswith(name)
-
-
 def test_a_graph_is_readable():
     hand = Hand()
     lines = readable(hand.output(hand.gather(hand.input(4), "a"))).splitlines()

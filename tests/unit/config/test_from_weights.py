@@ -302,19 +302,6 @@ def test_a_step_that_does_not_say_its_family_is_refused(tmp_path):
     assert message.endswith("state.json has no 'family'")
 
 
-def test_another_tokenizer_than_that_of_the_weights_is_refused(folder, tmp_path):
-    path = f"--checkpoint.initial_load_path={folder}"
-    (folder / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(DEBUG_TOKENIZER))))
-    # The same one in the other format is no other one.
-    config = load(tmp_path, RECIPE, path, f"--model.tokenizer_path={DEBUG_TOKENIZER}")
-    check_all(config, 1)
-
-    lines = DEBUG_TOKENIZER.read_text().splitlines()
-    first, last = token_of(lines[256]), token_of(lines[-1])
-    words = other_tokenizer(folder, tmp_path, [*lines[:256], *reversed(lines[256:])])
-    assert words == f' (first 256: "{last}", and there "{first}")'
-
-
 def token_of(line):
     """Return the token of a line in tiktoken's format, as tokenizer.json has it."""
     token = base64.b64decode(line.split()[0])

@@ -83,20 +83,6 @@ data.sources = [{dataset = "local", path = "e/web"}, {dataset = "local", path = 
         assert [part.name for _, part in phase.validation_data.mixture()] == validation
 
 
-def test_other_documents_in_place_of_those_of_the_phase_before_have_a_name_of_their_own(tmp_path):
-    """By which a resume knows a new source from one whose documents were changed."""
-    phases = """
-[data]
-dataset = "local"
-path = "a/web"
-[[phases]]
-begin = 60
-data.path = "b/web"
-"""
-    config = load_config(recipe(tmp_path, phases))
-    assert [phase_at(config, step).data.name for step in (0, 60)] == ["web", "web_2"]
-
-
 def test_a_recipe_without_phases_is_one(tmp_path):
     config = load_config(recipe(tmp_path, ""), ["--training.steps=7"])
     assert phases_of(config) == [(1, 0, 7)]

@@ -93,24 +93,6 @@ def test_a_rank_that_cannot_go_on_lists_what_it_has_skipped(tmp_path):
     assert listed(tmp_path) == [bad(3), bad(9)]
 
 
-def test_a_bad_document_is_an_error_or_skipped_up_to_a_number():
-    with pytest.raises(
-        ConfigError, match=r'^a.jsonl, line 3: not JSON; .* data.on_bad_document = "skip"'
-    ):
-        BadDocumentPolicy(Data()).skip(bad(3))
-    policy = BadDocumentPolicy(SKIP)
-    for line in (1, 2, 3):
-        policy.skip(bad(line))
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"data.max_bad_documents = 3: there are 4, over all epochs, the last one a.jsonl, line 4:"
-            r" not JSON; use a higher"
-        ),
-    ):
-        policy.skip(bad(4))
-
-
 def test_a_list_that_cannot_be_written_ends_no_run(tmp_path, others, caplog):
     documents = BadDocumentsLog(SKIP, tmp_path / "nowhere", counts=True)
     assert documents.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 1

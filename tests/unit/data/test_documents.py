@@ -201,22 +201,6 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
             assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("folder", "none of the 1 files"),
-        ("a.parquet.gz", 'unknown format ".parquet.gz"'),
-        ("a.jsonl", "has no document; use files"),
-    ],
-)
-def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, words):
-    for name in ("folder/picture.png", "a.parquet.gz", "a.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("\n")
-    with pytest.raises(ConfigError, match=f"{path}.*{words}"):
-        check_data(local(tmp_path / path))
-
-
 @pytest.mark.parametrize("name", ["a.csv", "a.arrow", "a.txt.xz", "a.jsonl.zip"])
 def test_a_file_of_another_format_is_refused_with_the_way_to_convert_it(tmp_path, name):
     (tmp_path / name).write_text("text\nx\n")

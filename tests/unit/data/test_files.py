@@ -10,7 +10,6 @@ from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.documents import build_source
 from titan_lite.data.files import read_piece
 from titan_lite.data.listing import Listing
-from titan_lite.data.readers import TooLarge
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
@@ -197,14 +196,6 @@ def test_a_document_of_50_mb_is_read_where_the_recipe_allows_it(tmp_path):
     assert (before, after) == ("before", "after")
     assert "line 2: more than data.max_document_mib = 32" in str(bad)
     assert documents(local(tmp_path, max_document_mib=64)) == ["before", large, "after"]
-
-
-def test_a_line_without_end_is_not_held_in_memory(tmp_path):
-    with open(tmp_path / "a.jsonl", "wb") as file:
-        file.truncate(2**27)  # zeros, which take no room on the disk
-    piece = Listing(local(tmp_path, max_document_mib=1)).pieces[0]
-    [(_, raw)] = read_piece(piece, local(tmp_path, max_document_mib=1))
-    assert isinstance(raw, TooLarge)
 
 
 def test_what_the_machine_cannot_read_is_an_error_whatever_the_recipe_says(tmp_path):

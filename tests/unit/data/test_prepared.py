@@ -17,14 +17,12 @@ import datasets
 import pytest
 import torch
 from descendants import runs
-from identified import identify
 
 from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.config.errors import MachineError
 from titan_lite.data.documents import build_source
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepared import PreparedDocuments, read_prepared
-from titan_lite.data.source_identity import digest_of
 from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
@@ -102,17 +100,6 @@ def test_a_row_is_a_document_with_its_name(corpus, folder):
     for name, expected in (("b.json:1", "document 0"), ("c.txt", "one text\n")):
         assert rows[name].tolist() == TOKENIZER.encode_document(expected).tolist()
         assert rows[name].dtype == "uint16"
-
-
-def test_the_tokens_do_not_depend_on_the_workers(corpus, folder, tmp_path):
-    info = prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
-    before = read_prepared(folder)
-    assert info.parts == before.parts
-    assert info.bad == before.bad
-    one, other = (
-        datasets.load_from_disk(path / "documents").data.table for path in (folder, tmp_path / "p")
-    )
-    assert one.equals(other)
 
 
 def test_nothing_is_left_but_the_folder(folder, cache):
@@ -354,14 +341,6 @@ def test_what_is_not_whole_is_named(folder, tmp_path, damage, words):
     with pytest.raises(ConfigError, match=words) as error:
         read_prepared(copy)
     assert str(error.value).startswith(f'data.path = "{copy}"')
-
-
-def test_it_is_told_by_its_bytes_wherever_it_lies(corpus, folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    assert digest_of(identify(prepared(folder))) == digest_of(identify(prepared(copy)))
-    (tmp_path / "a.txt").write_text("another text")
-    prepare(local(tmp_path / "a.txt"), TOKENIZER, tmp_path / "p", workers=0)
-    assert digest_of(identify(prepared(folder))) != digest_of(identify(prepared(tmp_path / "p")))
 
 
 def test_a_deep_place_is_reached_at_once(folder, monkeypatch):

@@ -10,14 +10,13 @@ import pyarrow
 import pytest
 from corpora import local
 from pyarrow import parquet
-from served import File
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.errors import MachineError
 from titan_lite.data.documents import build_source, check_data
 from titan_lite.data.files import local_files, size_of
 from titan_lite.data.listing import hash_of
-from titan_lite.data.readers import open_at_url, open_file
+from titan_lite.data.readers import open_file
 from titan_lite.data.servers import RETRY_LIMIT, may_pass, retried
 
 LINES = b"".join(b'{"text": "line %d"}\n' % number for number in range(300))
@@ -98,13 +97,6 @@ def test_a_row_group_is_read_on(corpus, clock):
     corpus.fails(AWAY, calls=["read"], when=lambda: True)
     with pytest.raises(MachineError, match=r"a\.parquet.*was tried for 60 s"):
         texts(source, 1000)
-
-
-def test_an_answer_that_ends_early_is_asked_for_again(corpus, clock, monkeypatch):
-    monkeypatch.setattr(File, "size", len(LINES) + 1, raising=False)
-    words = r"the server ends at byte 6,190 of 6,191"
-    with open_at_url(URL) as file, pytest.raises(MachineError, match=words):
-        file.read()
 
 
 def test_what_a_server_refuses_is_not_asked_for_again(corpus, clock):

@@ -3,7 +3,6 @@ changed while they are read.
 """
 
 import gzip
-import json
 import os
 import pickle
 import shutil
@@ -20,12 +19,10 @@ from titan_lite.config import ConfigError, Data, DataSource, load_config
 from titan_lite.data import files
 from titan_lite.data import listing as listing_module
 from titan_lite.data.documents import build_source
-from titan_lite.data.files import size_of
 from titan_lite.data.listing import hash_of, list_sources
 from titan_lite.data.loader import build_loader
 from titan_lite.data.outputs import PREPARED
 from titan_lite.data.source_identity import (
-    SourceIdentity,
     differences_in_words,
     digest_of,
 )
@@ -83,21 +80,6 @@ def test_an_edit_at_equal_size_is_another_corpus(change, lines, corpus):
     assert differences_in_words(before, before) == []
 
 
-@pytest.mark.parametrize("lines", [20, 200_000])
-@pytest.mark.parametrize("change", ["appended", "cut"])
-def test_a_file_that_is_longer_or_shorter_is_another_corpus(change, lines, corpus):
-    path = corpus / "a.jsonl"
-    write_jsonl(path, [f"words of {number:06}" for number in range(lines)])
-    before = identify(local(corpus))
-    with path.open("r+b") as file:
-        if change == "cut":
-            file.truncate(path.stat().st_size - 28)
-        else:
-            file.seek(0, os.SEEK_END)
-            file.write(b'{"text": "one more"}\n')
-    assert differences_in_words(before, identify(local(corpus))) == ["1 file was changed (a.jsonl)"]
-
-
 def test_an_edit_between_samples_at_equal_size_is_not_seen(corpus):
     content = bytearray(2 * MAX_WHOLE)
     (corpus / "a.jsonl").write_bytes(content)
@@ -141,27 +123,6 @@ def test_what_differs_is_named_with_its_source(corpus):
         ((one, hub), ['source 2: dataset is "owner/name", was "stdlib"']),
     ):
         assert differences_in_words(before, identify(Data(sources=sources))) == expected
-
-
-def test_an_identity_is_kept_as_json(corpus):
-    sources = identify(Data(sources=(DataSource(dataset="local", path=str(corpus)), DataSource())))
-    kept = json.loads(json.dumps([source.to_json() for source in sources]))
-    assert [SourceIdentity.from_json(source) for source in kept] == sources
-
-
-def test_a_file_at_a_url_is_known_by_its_content(corpus):
-    fsspec = pytest.importorskip("fsspec")
-    memory = fsspec.filesystem("memory")
-    try:
-        memory.pipe("/identity/a.jsonl", (corpus / "a.jsonl").read_bytes())
-        at_url = local("memory://identity/*.jsonl")
-        (corpus / "b.jsonl").unlink()
-        assert digest_of(identify(at_url)) == digest_of(identify(local(corpus / "*.jsonl")))
-        content = (corpus / "a.jsonl").read_bytes().replace(b"1", b"2")
-        memory.pipe("/identity/a.jsonl", content)
-        assert digest_of(identify(at_url)) != digest_of(identify(local(corpus / "*.jsonl")))
-    finally:
-        memory.rm("/identity", recursive=True)
 
 
 # Listed once
@@ -302,20 +263,6 @@ def test_files_of_every_format_are_looked_at_when_they_are_opened(name, tmp_path
         list(islice(documents, 5))
 
 
-def test_a_file_at_a_url_is_looked_at_when_it_is_opened(corpus):
-    fsspec = pytest.importorskip("fsspec")
-    memory = fsspec.filesystem("memory")
-    try:
-        memory.pipe("/changed/a.jsonl", (corpus / "a.jsonl").read_bytes())
-        documents = epochs(local("memory://changed/*.jsonl"))
-        list(islice(documents, 20))
-        memory.pipe("/changed/a.jsonl", (corpus / "a.jsonl").read_bytes()[:-30])
-        with pytest.raises(ConfigError, match=r"was changed while the run reads it"):
-            list(islice(documents, 20))
-    finally:
-        memory.rm("/changed", recursive=True)
-
-
 @pytest.fixture
 def url(served, corpus):
     """The URL of a file behind http."""
@@ -341,12 +288,6 @@ def test_a_server_without_ranges_is_no_bad_document(policy, url, served, monkeyp
         hash_of(url)
     with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read"):
         list(islice(documents, 20))
-
-
-def test_a_server_that_does_not_say_a_size_is_named(url, served, monkeypatch):
-    monkeypatch.setattr(served, "headers", {"size": None})
-    with pytest.raises(ConfigError, match="does not say its size"):
-        size_of(url)
 
 
 def test_a_prepared_file_that_is_changed_is_another_corpus(corpus, tmp_path):

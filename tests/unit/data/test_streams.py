@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition, merge_states
+from titan_lite.data.streams import LoaderState, RankStreams, StreamPosition
 
 
 @given(
@@ -46,13 +46,6 @@ def test_a_state_is_of_json_types_and_comes_back():
     saved = json.loads(json.dumps(state.to_dict()))
     assert saved == {"windows_taken": 40, "streams": 8, "positions": {"3": [[17, 120], [3, 0]]}}
     assert LoaderState.from_dict(saved) == state
-
-
-def test_states_of_ranks_are_merged():
-    ranks = [LoaderState(6, 2, {stream: [StreamPosition(stream, 5)]}) for stream in range(2)]
-    merged = merge_states([state.to_dict() for state in ranks])
-    positions = {0: [StreamPosition(0, 5)], 1: [StreamPosition(1, 5)]}
-    assert LoaderState.from_dict(merged) == LoaderState(6, 2, positions)
 
 
 @pytest.mark.parametrize(

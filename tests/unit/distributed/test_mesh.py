@@ -18,13 +18,10 @@ from titan_lite.distributed.mesh import build_mesh
     ("replicate", "shard", "world_size", "expected"),
     [
         pytest.param(1, -1, 1, (1, 1), id="one rank"),
-        pytest.param(1, -1, 8, (1, 8), id="FSDP takes all"),
         pytest.param(2, -1, 8, (2, 4), id="HSDP takes what is left"),
-        pytest.param(8, -1, 8, (8, 1), id="nothing is left"),
         pytest.param(3, -1, 6, (3, 2), id="no power of two"),
         pytest.param(1, 8, 8, (1, 8), id="FSDP"),
         pytest.param(2, 4, 8, (2, 4), id="HSDP"),
-        pytest.param(8, 1, 8, (8, 1), id="DDP"),
     ],
 )
 def test_degrees_that_fit(replicate, shard, world_size, expected):
@@ -43,51 +40,6 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
 @pytest.mark.parametrize(
     ("settings", "world_size", "words"),
     [
-        pytest.param(
-            dict(data_parallel_replicate_degree=3),
-            8,
-            [
-                "data_parallel_shard_degree = -1",
-                "not divide 8 ranks",
-                "start 9 ranks",
-                "(dp_replicate 3)",
-                "use parallelism.data_parallel_replicate_degree = 2, or start 9",
-            ],
-            id="copies do not divide the ranks",
-        ),
-        pytest.param(
-            dict(data_parallel_replicate_degree=4),
-            2,
-            [
-                "data_parallel_shard_degree = -1",
-                "multiply to 4",
-                "start 4 ranks",
-                "(dp_replicate 4)",
-                "use parallelism.data_parallel_replicate_degree = 2, or start 4",
-            ],
-            id="more copies than ranks",
-        ),
-        pytest.param(
-            dict(data_parallel_shard_degree=4),
-            8,
-            [
-                "data_parallel_shard_degree = 4",
-                "(dp_shard 4) need 4 ranks, and there are 8",
-                "NGPU=4",
-                "data_parallel_shard_degree = -1",
-            ],
-            id="too many ranks",
-        ),
-        pytest.param(
-            dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4),
-            4,
-            [
-                "data_parallel_shard_degree = 4",
-                "(dp_replicate 2 x dp_shard 4) need 8 ranks, and there are 4",
-                "NGPU=8",
-            ],
-            id="too few ranks",
-        ),
         pytest.param(
             dict(data_parallel_replicate_degree=3, data_parallel_shard_degree=2),
             4,
@@ -113,29 +65,6 @@ def test_degrees_that_do_not_fit_are_refused_with_key_value_and_a_way_out(
         resolve_degrees(Parallelism(**settings), world_size)
     for word in words:
         assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "world_size", "mended", "ranks"),
-    [
-        (dict(data_parallel_replicate_degree=3), 8, {}, 9),
-        (dict(data_parallel_replicate_degree=3), 8, dict(data_parallel_replicate_degree=2), 8),
-        (dict(data_parallel_replicate_degree=4), 2, {}, 4),
-        (dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4, {}, 8),
-        (
-            dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4),
-            4,
-            dict(data_parallel_shard_degree=-1),
-            4,
-        ),
-    ],
-)
-def test_the_way_out_works(settings, world_size, mended, ranks):
-    with pytest.raises(ConfigError):
-        resolve_degrees(Parallelism(**settings), world_size)
-    assert (
-        math.prod(resolve_degrees(Parallelism(**{**settings, **mended}), ranks).values()) == ranks
-    )
 
 
 @pytest.fixture

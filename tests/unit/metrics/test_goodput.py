@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titan_lite.metrics.goodput import COUNTED, duration, time_spent
+from titan_lite.metrics.goodput import COUNTED, time_spent
 
 
 def write(folder, metrics, events=()):
@@ -63,18 +63,3 @@ def test_without_a_step_there_is_nothing_to_say(tmp_path):
     assert time_spent(tmp_path).describe() == ""
     write(tmp_path, [{"resumed_from": 3}], [event(1)])
     assert time_spent(tmp_path).describe() == ""
-
-
-def test_torn_lines_are_left_out(tmp_path):
-    write(tmp_path, [line(10), line(20)], [event(0), event(20, "done")])
-    for name in ("metrics.jsonl", "events.jsonl"):
-        with (tmp_path / name).open("a") as file:
-            file.write('{"step": 3')
-    assert time_spent(tmp_path).seconds[COUNTED] == 20
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(3.21, "3.2 s"), (150, "2.5 min"), (7300, "2.0 h"), (4e6, "1,111.1 h")]
-)
-def test_duration(seconds, words):
-    assert duration(seconds) == words

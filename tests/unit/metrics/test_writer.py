@@ -163,14 +163,6 @@ def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
     assert said.text.count("METRICS ARE LOST, the run goes on") == 1
 
 
-def test_a_run_resumed_after_a_torn_line_is_read_in_full(run):
-    folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}})
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 30, "lo')
-    run({15: {"loss": 1.5}}, steps_done=10)
-    assert read_metrics(folder / "metrics.jsonl").keys() == {10, 15}
-
-
 def test_a_run_from_the_beginning_in_the_folder_of_another_replaces_it(run):
     run({step: {"loss": float(step), "tps": 1.0} for step in (10, 20)})
     folder = run({10: {"loss": 0.5}})

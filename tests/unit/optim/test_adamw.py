@@ -62,61 +62,6 @@ def take_steps(model, optimizer, steps):
 # Groups and steps
 
 
-def test_norms_do_not_decay():
-    model = build_model()
-    optimizer = build_optimizer(
-        Config(optimizer=Optimizer(weight_decay=0.3)), dict(model.named_parameters())
-    )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    decay = {
-        names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
-    }
-    assert decay == {name: 0.0 if name in NORMS else 0.3 for name in names.values()}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
-        names
-    )  # none of them twice
-
-
-def test_settings_reach_every_group():
-    optimizer = build_optimizer(Config(optimizer=CONFIG), dict(build_model().named_parameters()))
-    assert len(optimizer.param_groups) == 2
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (
-            0.02,
-            (0.8, 0.9),
-            1e-6,
-            True,
-        )
-    optimizer.set_lr(0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
-
-
-def test_steps_are_those_of_the_plain_algorithm():
-    model, oracle = build_model(), build_model()
-    optimizer = build_optimizer(Config(optimizer=CONFIG), dict(model.named_parameters()))
-    theirs = [
-        torch.optim.AdamW(
-            [parameter],
-            lr=CONFIG.lr,
-            betas=(0.8, 0.9),
-            eps=1e-6,
-            weight_decay=0.0 if name in NORMS else 0.5,
-            foreach=False,
-        )
-        for name, parameter in oracle.named_parameters()
-    ]
-    for step in range(1, 6):
-        take_steps(model, optimizer, [step])
-        set_gradients(oracle, step)
-        for each in theirs:
-            set_lr(each, CONFIG.lr * step / 4)
-            each.step()
-    for (name, ours), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(
-            ours, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 def test_in_float32_the_update_is_torchs_fused_kernel_to_the_bit():
     model, oracle = build_model(), build_model()
     optimizer = build_optimizer(Config(optimizer=CONFIG), dict(model.named_parameters()))

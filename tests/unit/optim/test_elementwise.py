@@ -102,17 +102,6 @@ def test_the_settings_of_a_parameter_are_the_keys_of_its_row(name):
         assert value == getattr(config_of(name), key)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_asking_for_the_state_before_the_first_step_changes_nothing(name):
-    parameters, asked = build(name)
-    others, untouched = build(name)
-    asked.state_tensors()
-    take_steps(parameters, asked, [1, 2])
-    take_steps(others, untouched, [1, 2])
-    assert_equal(asked.state_tensors(), untouched.state_tensors())
-    assert_equal(parameters, others)
-
-
 @pytest.mark.parametrize(("name", "dtype"), ALL)
 def test_steps_after_loading_are_those_without_interruption(name, dtype):
     parameters, optimizer = build(name, dtype=dtype)

@@ -19,7 +19,6 @@ from titan_lite import manifest
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config.families import ModelConfig, RopeScaling
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.data.tokenizer_json import to_json
 from titan_lite.models.decoder import Sampling, decoding
 from titan_lite.models.huggingface import config_to_hf
 from titan_lite.models.transformer import Transformer
@@ -172,17 +171,6 @@ def test_a_token_that_the_tokenizer_does_not_have_is_never_drawn():
     assert token < 2000
 
 
-@whatever_the_model
-def test_a_seed_gives_a_text(folder):
-    def text(seed):
-        options = dict(max_new_tokens=20, stop=(), vocab_size=2048, sampling=Sampling(seed=seed))
-        with decoder_of(open_weights(folder), 64) as decoder:
-            return list(generate(decoder, [1, 2], **options))
-
-    assert text(1) == text(1)
-    assert text(1) != text(2)
-
-
 EMOJI = [3 + byte for byte in "\U0001f600".encode()]  # tokens of its bytes, in `bpe`
 NO_CHARACTER = 3 + 0xFF
 
@@ -250,36 +238,6 @@ def test_the_text_alone_is_on_standard_output(folder, capsys):
     assert capsys.readouterr().out == first.out
     assert command.main([*arguments, "--seed", "1"]) == 0
     assert capsys.readouterr().out != first.out
-
-
-@whatever_the_model
-def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
-    theirs = shutil.copytree(folder, tmp_path / "theirs")
-    for name in (
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ):  # which transformers 4 writes beside it
-        (theirs / name).write_text("{}")
-    (theirs / "tokenizer.model").unlink()
-    (theirs / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(TOKENIZER))))
-    texts = []
-    for checkpoint in (folder, theirs):
-        assert (
-            command.main(
-                [
-                    str(checkpoint),
-                    "--prompt",
-                    "def f(x):",
-                    "--max-new-tokens",
-                    "30",
-                    "--device",
-                    "cpu",
-                ]
-            )
-            == 0
-        )
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
 
 
 def save_step(path, folder, tokenizer, number=1):
@@ -385,12 +343,6 @@ def test_experts_that_no_kernel_takes_are_refused(hidden_dim, dtype, said, tmp_p
     shutil.copyfile(TOKENIZER, tmp_path / "tokenizer.model")
     assert command.main([str(tmp_path), "--dtype", dtype, "--device", "cpu"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"error: model.hidden_dim = {said}"
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys):
-    save_hf(tmp_path, dataclasses.replace(TINY, vocab_size=300))
-    assert command.main([str(tmp_path), "--tokenizer", str(TOKENIZER)]) == 2
-    assert "has 2048 tokens, and the model 300" in capsys.readouterr().err
 
 
 @whatever_the_model

@@ -107,30 +107,6 @@ def test_matmuls_on_cpus_are_those_of_torchs_kernel(tmp_path):
         torch.testing.assert_close(mine, other, **close)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_matmuls_are_near_those_in_float32(recipe):
-    plain, rounded = Blocks(torch.float32), Blocks(torch.float32)
-    apply_float8(rounded, recipe)
-    assert type(rounded.layer) is Float8Linear
-    assert type(rounded.output) is nn.Linear
-    exact, found = (results(model.layer, *inputs(torch.float32)) for model in (plain, rounded))
-    bounds = [0.05, 0.08, 0.0 if recipe == "rowwise_with_gw_hp" else 0.08]
-    for number, (mine, other, bound) in enumerate(zip(found, exact, bounds, strict=True)):
-        assert bound * 0.1 <= (mine - other).norm() / other.norm() <= bound, number
-
-
-def test_scales_of_rows_keep_small_rows():
-    """Tensorwise, rows of a millionth of the largest number become zero."""
-    x, gradient = inputs(torch.float32)
-    kept = {}
-    for recipe in RECIPES[:2]:
-        model = Blocks(torch.float32)
-        apply_float8(model, recipe)
-        y = results(model.layer, x, gradient)[0]
-        kept[recipe] = bool(y[:, 0].abs().amax() > 0)
-    assert kept == {"tensorwise": False, "rowwise": True}
-
-
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_the_largest_number_is_the_largest_of_float8(dtype):
     x = torch.tensor([-3.0, 0.1, 1.0])

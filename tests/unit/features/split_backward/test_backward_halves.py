@@ -244,18 +244,6 @@ def backwards():
     dist.destroy_process_group()
 
 
-def example(node):
-    """A value for a placeholder."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    generator = torch.Generator().manual_seed(len(node.name))
-    if not value.is_floating_point():
-        return torch.randint(2, value.shape, generator=generator).to(value.dtype)
-    made = torch.randn(value.shape, generator=generator).to(value.dtype)
-    return made.as_strided(value.shape, value.stride())
-
-
 def gradient_of_hidden(module):
     (output,) = module.graph.find_nodes(op="output")
     found = [
@@ -264,24 +252,6 @@ def gradient_of_hidden(module):
         if node is not None and node.op == "call_function" and node.meta["val"].dim() == 3
     ]
     return found[0] if found else None
-
-
-@pytest.mark.parametrize(
-    ("stage", "mode"),
-    [
-        ("middle", "none"),
-        ("last", "none"),
-        pytest.param("first", "none", marks=pytest.mark.slow),
-        *(pytest.param(s, m, marks=pytest.mark.slow) for s in STAGES for m in MODES[1:]),
-    ],
-)
-def test_halves_of_a_stage_compute_what_the_whole_does(backwards, stage, mode):
-    module = backwards[stage, mode]
-    through = gradient_of_hidden(module)
-    assert (through is None) == (stage == "first")
-    halves = split_backward(module, through)
-    inputs = [example(node) for node in module.graph.find_nodes(op="placeholder")]
-    check_same(module, halves, inputs)
 
 
 @pytest.mark.parametrize("mode", MODES)
