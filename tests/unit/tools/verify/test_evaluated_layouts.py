@@ -62,7 +62,12 @@ def checked(recipe, world_size, *options):
         pytest.param(  # 2 ranks of experts are no part of 3 of tp
             "qwen3_moe_debug",
             6,
-            [*degrees(dp_shard=2, tp=3, ep=2), "--model.n_heads=6", "--model.n_kv_heads=3"],
+            [
+                *degrees(dp_shard=2, tp=3, ep=2),
+                "--model.n_heads=6",
+                "--model.n_kv_heads=3",
+                "--training.seq_len=384",
+            ],
             marks=pytest.mark.slow,
         ),
     ],
