@@ -11,7 +11,8 @@ and plan the fastest of them until enough fit.
 
 The formulas only choose what is planned; their results are not shown. Their bytes are at most those
 of a plan, so no layout that fits is excluded by them. Later is planned what would not fit with as
-much more as plans of its kind need at least.
+much more as plans of its kind need at least. What is in flight in a pipeline takes seconds to find
+out, so only the fastest layouts are asked for it.
 """
 
 import functools
@@ -19,16 +20,22 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.config import Config, ConfigError, Parallelism, flatten
 from titan_lite.config.load import option
 from titan_lite.config.schedules import SCHEDULES
 from titan_lite.cost.machine import GIB, Machine
 from titan_lite.distributed.layout import DEGREES
-from titan_lite.distributed.pipeline_schedule import runs_halves
+from titan_lite.distributed.pipeline_schedule import (
+    PipelineSchedule,
+    computations,
+    order_of,
+    runs_halves,
+)
 from titan_lite.feature import KeptNumbers, features_of, low_precision
 from titan_lite.models.shapes import block_weights, shape_of
 from titan_lite.tools.plan.changes import Change, Row, Words, fitting, plan_changes, ranked, table
@@ -70,8 +77,12 @@ class Candidate:
     change: Change
     layout: PlannedLayout
     seconds: float  # of a step
-    nbytes: float  # of a rank, a lower bound
     plan: Plan | None = None  # once there is one
+
+    @functools.cached_property
+    def nbytes(self) -> float:
+        """The bytes of a rank, a lower bound. Of many microbatches it takes a second."""
+        return least_bytes(self.layout)
 
 
 @dataclass
@@ -101,7 +112,7 @@ class Search:
             self.plan(chosen)
 
     def estimate_all(self, changes: Sequence[Change]) -> None:
-        """Estimate layouts by formula, and drop those that cannot run or fit."""
+        """Estimate layouts by formula, and drop those that cannot run, or hold their state."""
         self.layouts = len(changes)
         for change in tqdm(changes, desc="estimated by formula", leave=False, mininterval=1):
             try:
@@ -110,11 +121,10 @@ class Search:
             except ConfigError:
                 self.refused += 1
                 continue
-            nbytes = least_bytes(layout)
-            if nbytes > self.capacity:
+            if least_bytes(layout, in_flight=False) > self.capacity:
                 self.too_large += 1
             else:
-                self.waiting.append(Candidate(change, layout, seconds, nbytes))
+                self.waiting.append(Candidate(change, layout, seconds))
         self.waiting.sort(key=lambda candidate: candidate.seconds)
 
     def next_candidates(self, count: int) -> list[Candidate]:
@@ -129,8 +139,11 @@ class Search:
 
         chosen: list[Candidate] = []
         others: list[Candidate] = []
-        for candidate in self.waiting:
-            if expected(candidate) > self.capacity:
+        for candidate in list(self.waiting):
+            if candidate.nbytes > self.capacity:
+                self.too_large += 1
+                self.waiting.remove(candidate)
+            elif expected(candidate) > self.capacity:
                 others.append(candidate)
             else:
                 chosen.append(candidate)
@@ -348,7 +361,10 @@ class _Sizes:
     multiplied: float  # of them, those that a token is multiplied by
     sharded: float  # elements of a block's matrices that a rank has
     recomputed: float  # share of blocks that run twice
-    kept_bytes: float  # of activations of a block's microbatch: a lower bound
+    # Of a block's microbatch, lower bounds. Activations, from forward to backward:
+    kept_bytes: float
+    # What the half of backward for weights needs, from the other half on:
+    between_bytes: float
     hidden_bytes: float  # that a stage receives of a microbatch
 
 
@@ -357,6 +373,12 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
     tp = layout.degrees["tp"]
     computed, _ = itemsizes(layout.config.training)
     tokens = layout.tokens_per_microbatch
+    hidden_dim = model.hidden_dim * max(1, model.experts_per_token)  # units of a token
+    # Inputs of matmuls, where those of the same input count once, and the gradients of results.
+    factors = 3 * model.dim + hidden_dim
+    gradients = 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * hidden_dim
+    low = low_precision(layout.config)
+    itemsize = getattr(torch, low.dtype).itemsize if low else computed
     weights = block_weights(model)
     return _Sizes(
         tokens=tokens,
@@ -366,6 +388,7 @@ def _sizes(layout: PlannedLayout) -> _Sizes:
         sharded=(weights.dense + weights.experts) / layout.expert_ranks,
         recomputed=recomputed_share(layout.config.activation_checkpoint),
         kept_bytes=kept_bytes_of_block(layout.config, layout),
+        between_bytes=itemsize * tokens / tp * (factors + gradients),
         hidden_bytes=computed * tokens / tp * model.dim,
     )
 
@@ -422,11 +445,14 @@ def _block_seconds(layout: PlannedLayout, machine: Machine, sizes: _Sizes) -> _B
     )
 
 
-def least_bytes(layout: PlannedLayout) -> float:
-    """Return a lower bound of a rank's bytes."""
+def least_bytes(layout: PlannedLayout, *, in_flight: bool = True) -> float:
+    """Return a lower bound of a rank's bytes. in_flight: with the activations of microbatches."""
     sizes = _sizes(layout)
     kept = kept_by_features(layout.config, layout)
-    nbytes = max(_least_bytes(layout, sizes, part, kept) for part in _parts_of_ranks(layout, sizes))
+    nbytes = max(
+        _least_bytes(layout, sizes, part, kept, in_flight)
+        for part in _parts_of_ranks(layout, sizes)
+    )
     return nbytes + owner_bytes(layout.config, layout) + outside_of_tensors(layout)
 
 
@@ -435,6 +461,33 @@ class _PartOfRank:
     """The part of the model on a pipeline rank."""
 
     rank: int
+    stages: Sequence["_PartOfStage"]
+
+    @property
+    def blocks(self) -> int:
+        return sum(stage.blocks for stage in self.stages)
+
+    @property
+    def has_output(self) -> bool:
+        return any(stage.has_output for stage in self.stages)
+
+    @property
+    def elements(self) -> float:
+        return sum(stage.elements for stage in self.stages)
+
+    @property
+    def sharded(self) -> float:
+        return sum(stage.sharded for stage in self.stages)
+
+    @property
+    def copied(self) -> float:
+        return sum(stage.copied for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class _PartOfStage:
+    """The part of the model in a pipeline stage."""
+
     blocks: int
     has_output: bool
     elements: float  # of matrices, embedding and output, when they are gathered
@@ -443,20 +496,27 @@ class _PartOfRank:
 
 
 def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[_PartOfRank]:
-    return [_part_of_rank(layout, sizes, rank) for rank in range(layout.degrees["pp"])]
+    modules = layout.pipeline.modules
+    return [
+        _PartOfRank(
+            rank,
+            [
+                _part_of_stage(layout, sizes, modules[stage])
+                for stage in layout.pipeline.stages_of(rank)
+            ],
+        )
+        for rank in range(layout.degrees["pp"])
+    ]
 
 
-def _part_of_rank(layout: PlannedLayout, sizes: _Sizes, rank: int) -> _PartOfRank:
-    stages = layout.pipeline.stages_of(rank)
-    modules = [name for stage in stages for name in layout.pipeline.modules[stage]]
+def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str]) -> _PartOfStage:
     has_output = "output" in modules
     has_embedding = "tok_embeddings" in modules
     is_one = layout.model.tied_embeddings and not layout.copies_table
     tables = 1 if is_one else has_embedding + has_output
     blocks = blocks_in(modules)
     table_shard = sizes.vocabulary / layout.fsdp_degree
-    return _PartOfRank(
-        rank,
+    return _PartOfStage(
         blocks,
         has_output,
         elements=blocks * sizes.block + tables * sizes.vocabulary,
@@ -497,38 +557,95 @@ def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
 
 
 def _least_bytes(
-    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, kept: KeptNumbers
+    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, kept: KeptNumbers, in_flight: bool
 ) -> float:
     """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
-    optimizer: the most of two moments of a step. kept: by features.
+    optimizer: the most of two moments of a step.
+
+    kept: by features. in_flight: with the activations of microbatches.
     """
     config = layout.config
     _, summed = itemsizes(config.training)
-    updated = part.sharded - part.copied
-    moments = moment_bytes(config.optimizer, updated, part.blocks * sizes.sharded)
-    state = STORED_BYTES * part.sharded + sum(moments) + STORED_BYTES * kept.always
+    own = part.sharded
+    updated = own - part.copied
+    in_blocks = part.blocks * sizes.sharded
+    moments = moment_bytes(config.optimizer, updated, in_blocks)
+    state = STORED_BYTES * own + sum(moments) + STORED_BYTES * kept.always
     state += _received_bytes(layout, sizes, part)
     before_update = summed * updated + STORED_BYTES * kept.before_update
-    return state + max(_bytes_in_flight(layout, sizes, part), before_update)
-
-
-def _bytes_in_flight(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank) -> float:
-    """Return a lower bound of the bytes of microbatches, and of gathered weights.
-
-    A rank has at some moment as many microbatches as there are ranks from here to the last one; at
-    least half of them in a schedule whose stages come back to it.
-    """
-    microbatches: float = min(layout.pipeline.microbatches, layout.degrees["pp"] - part.rank)
-    if SCHEDULES[layout.config.parallelism.pipeline_parallel_schedule].is_v_shaped:
-        microbatches /= 2
-    nbytes = microbatches * part.blocks * sizes.kept_bytes
-    if part.has_output:
-        nbytes += _logits_bytes(layout, sizes)
-    if layout.accumulation > 1:  # in a second local batch, gradients of the first exist
-        _, summed = itemsizes(layout.config.training)
-        nbytes += summed * (part.elements if layout.gathers_once else part.sharded)
+    if not in_flight:
+        return state + before_update
+    parallelism = Parallelism(
+        pipeline_parallel_degree=layout.degrees["pp"],
+        pipeline_parallel_schedule=config.parallelism.pipeline_parallel_schedule,
+    )
+    pipeline = layout.pipeline
+    by_rank = in_flight_by_rank(parallelism, pipeline.rank_of, pipeline.microbatches)
+    in_microbatches = max(
+        sum(
+            _bytes_in_flight(layout, sizes, stage, counts)
+            for stage, counts in zip(part.stages, moment, strict=True)
+        )
+        for moment in by_rank[part.rank]
+    )
     if layout.gathers_once:
-        nbytes += _gathered_bytes(layout, part)
+        in_microbatches += _gathered_bytes(layout, part)
+
+    return state + max(in_microbatches, before_update)
+
+
+class InFlight(NamedTuple):
+    """The microbatches of a stage at a moment of a step."""
+
+    forward: int = 0  # those that wait for their backward
+    halves: int = 0  # those that wait for the second half of it
+    has_gradients: bool = False  # those of weights
+
+
+@functools.cache
+def in_flight_by_rank(
+    parallelism: Parallelism, rank_of: tuple[int, ...], microbatches: int
+) -> list[set[tuple[InFlight, ...]]]:
+    """Return the moments of a step, by rank: a value for each of its stages.
+
+    Moments before a forward are left out, since more is in flight after it. rank_of, microbatches:
+    as in PipelineSchedule.
+    """
+    pipeline = PipelineSchedule(((),) * len(rank_of), rank_of, microbatches)
+    found = []
+    for rank, actions in sorted(order_of(parallelism, pipeline).items()):
+        now = {stage: InFlight() for stage in pipeline.stages_of(rank)}
+        moments: set[tuple[InFlight, ...]] = set()
+        for kind, stage, _ in computations(actions):
+            before = now[stage]
+            if kind != "F":
+                moments.add(tuple(now.values()))
+            if kind == "F":
+                now[stage] = before._replace(forward=before.forward + 1)
+            elif kind == "B":
+                now[stage] = before._replace(forward=before.forward - 1, has_gradients=True)
+            elif kind == "I":
+                now[stage] = before._replace(forward=before.forward - 1, halves=before.halves + 1)
+            else:
+                now[stage] = before._replace(halves=before.halves - 1, has_gradients=True)
+        moments.add(tuple(now.values()))
+        found.append(moments)
+    return found
+
+
+def _bytes_in_flight(
+    layout: PlannedLayout, sizes: _Sizes, stage: _PartOfStage, counts: InFlight
+) -> float:
+    """Return a lower bound of the bytes of a stage's microbatches, and of its gradients."""
+    nbytes = stage.blocks * (
+        counts.forward * sizes.kept_bytes + counts.halves * sizes.between_bytes
+    )
+    if counts.forward and stage.has_output:
+        nbytes += _logits_bytes(layout, sizes)
+    # In a second local batch, gradients of the first exist.
+    if counts.has_gradients or layout.accumulation > 1:
+        _, summed = itemsizes(layout.config.training)
+        nbytes += summed * (stage.elements if layout.gathers_once else stage.sharded)
     return nbytes
 
 

@@ -31,8 +31,10 @@ from titan_lite.tools.plan.command import (
 )
 from titan_lite.tools.plan.plan import make_plan
 from titan_lite.tools.plan.search import (
+    InFlight,
     Search,
     differing,
+    in_flight_by_rank,
     least_bytes,
     space,
     step_seconds,
@@ -305,7 +307,7 @@ class Bench:
             lambda number: (self.changes[number]["activation_checkpoint.mode"],),
         )
 
-    def least_bytes(self, number):
+    def least_bytes(self, number, in_flight=True):
         return self.layouts[number][0] * GIB
 
     def plan(self, lay_out, changes, *_):
@@ -439,3 +441,15 @@ def test_by_formula_a_layout_never_needs_more_than_its_plan(case):
     in_tensors = memory.peak - memory.parts["workspaces of cuBLAS"]
     bound = least_bytes(layout)
     assert 0.2 * in_tensors < bound - memory.outside <= in_tensors
+
+
+def test_moments_of_a_schedule_with_most_in_flight():
+    parallelism = Parallelism(pipeline_parallel_degree=2)
+    first, last = in_flight_by_rank(parallelism, (0, 1), 4)
+    # after the second forward; after the first backward and the forward behind it
+    assert max(first) == (InFlight(2, 0, True),)
+    assert max(last) == (InFlight(1, 0, True),)
+    zbv = parallelism.replace(pipeline_parallel_schedule="ZBVZeroBubble")
+    _, last = in_flight_by_rank(zbv, (0, 1, 1, 0), 4)
+    # 2p - 1 second halves are left for the end of a step
+    assert max(sum(stage.halves for stage in moment) for moment in last) == 3
