@@ -65,8 +65,9 @@ def through_datasets(folder: Path, format: str, count: int) -> None:
         if format == "parquet"
         else datasets.IterableDataset.from_json
     )
-    stream = read(files).shuffle(seed=0, buffer_size=Data().shuffle_buffer)
-    next(itertools.islice(stream, count, None))
+    with tempfile.TemporaryDirectory() as cache:
+        stream = read(files, cache_dir=cache).shuffle(seed=0, buffer_size=Data().shuffle_buffer)
+        next(itertools.islice(stream, count, None))
 
 
 def main() -> None:
