@@ -80,7 +80,7 @@ def apply_activation_checkpoint(
             choices=bool(routers_of(block)),
         )
         block.__dict__["_kept"] = kept if recomputes(int(name), mode, option) else None
-        specialize(block, "Checkpointable", checkpointable)
+        specialize(block, checkpointable)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
             assert parameter is not None
             module._parameters[name] = split_over(mesh, parameter, 0)
         module.__dict__["_ep"] = axis
-        specialize(module, "ExpertParallel", expert_parallel)
+        specialize(module, expert_parallel)
 
 
 def check_experts(model: Transformer) -> None:

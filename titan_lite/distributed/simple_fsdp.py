@@ -344,7 +344,7 @@ def apply_simple_fsdp(
                 module._parameters[name] = shards[parameter]
                 own_specs[name] = specs[shards[parameter]]
         module.__dict__["_fsdp"] = ShardedParameters(own_specs, sharding)
-        specialize(module, "Sharded", sharded, tuple(own_specs), module is model)
+        specialize(module, sharded, tuple(own_specs), module is model)
     return sharding
 
 

@@ -148,7 +148,7 @@ def apply_styles(
         if style is not None and (style.gathers or style.scatters):
             module.__dict__["tp_axis"] = axis
             if not getattr(module, "exchanges_tokens", False):
-                specialize(module, "TensorParallel", tensor_parallel, style)
+                specialize(module, tensor_parallel, style)
 
 
 @contextmanager

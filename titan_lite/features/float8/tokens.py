@@ -49,7 +49,7 @@ def apply_float8_tokens(model: nn.Module, family: str, *, compiled: bool) -> Non
                 if style_of(f"{fqn}.{name}", family) == COLUMN
             ]
             if matmuls and all(isinstance(matmul, Float8Linear) for matmul in matmuls):
-                specialize(module, "Gathering", gathering)
+                specialize(module, gathering)
 
 
 class _ScatteringLinear(Float8Linear):
