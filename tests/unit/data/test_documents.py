@@ -201,7 +201,7 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
             assert part in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.arrow", "a.txt.xz", "a.jsonl.zip"])
+@pytest.mark.parametrize("name", ["a.csv", "a.arrow", "a.txt.xz", "a.jsonl.zip", "a.parquet.gz"])
 def test_a_file_of_another_format_is_refused_with_the_way_to_convert_it(tmp_path, name):
     (tmp_path / name).write_text("text\nx\n")
     for path in (tmp_path / name, tmp_path / "*", tmp_path):
