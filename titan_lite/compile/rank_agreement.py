@@ -111,8 +111,8 @@ def check_same_order(graph: Graph, name: str, ranks: StageRanks) -> str:
             raise ConfigError(
                 f"ranks {', '.join(map(str, different))} would communicate in another order"
                 f" than rank {first} among {group} in the {name} graph, and all would hang; use"
-                " the same code and recipe on all nodes, with one compile.machine, or"
-                ' bucketing = "block" and reordering = false in [compile]'
+                ' the same code and recipe on all nodes, or compile.bucketing = "block" in place of'
+                ' "auto"'
             )
     return digest
 

@@ -174,8 +174,7 @@ class _Simulation:
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
     """Return the seconds of computation before each node.
 
-    Work on shards does not count, since the last ranks have fewer rows, and passes must decide the
-    same on all ranks.
+    Work on shards does not count: ranks have different numbers of rows.
     """
     shard_work = shards_of(graph)
     costs = costs_of(graph, machine, fused)

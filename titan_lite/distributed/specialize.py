@@ -1,5 +1,6 @@
-"""Let a module be of a subclass of its class: what shards, splits or checkpoints it is then its own
-forward, and its FQN and the code of the model stay as they are.
+"""Give a module a subclass of its class, whose properties or forward shard, split or checkpoint it.
+
+Its FQN and the model's code stay as they are.
 
     specialize(module, sharded, names, False)
     type(module).__name__                       # "Linear", as before
@@ -18,7 +19,8 @@ Members = Callable[..., Mapping[str, object]]
 def specialize(module: nn.Module, members: Members, *options: Hashable) -> None:
     """Give `module` a subclass of its class, of the same name, with members(class, *options).
 
-    All modules alike have one, in every model: members must not close over a mesh.
+    Modules with the same class, members and options share a subclass, in every model: members must
+    not close over a mesh.
     """
     cls: Any = type(module)
     module.__class__ = _subclass(cls, members, options)

@@ -1,5 +1,5 @@
-"""Write estimated timelines (cost/timeline.py) as a trace for https://ui.perfetto.dev,
-chrome://tracing and `titan-lite report`.
+"""Write estimated timelines (cost/timeline.py) as a trace for https://ui.perfetto.dev and
+chrome://tracing.
 
     write_timelines(reports, dump_folder)       # timeline.json of a run
 

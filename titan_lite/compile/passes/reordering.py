@@ -10,8 +10,8 @@ comes before the next one starts (SimpleFSDP, arXiv 2411.00284, section 4.2). Tw
 unsharded weights are then alive at once, and one bucket of gradients beside the one being computed.
 The costs of a machine refine both rules: an all-gather with too little time starts earlier, if this
 does not raise peak memory, and a reduction is waited for once it should be done. Costs may differ
-by rank (a rank of context parallelism attends to fewer keys): collectives start in the order of the
-first rank.
+by rank (a rank of context parallelism attends to fewer keys): the first rank decides in which order
+collectives start.
 
 fused, here: as in `node_seconds`.
 """
@@ -55,7 +55,8 @@ def overlap_collectives(graph: Graph, settings: PassSettings) -> int:
     number = {node: index for index, node in enumerate(started)}
     own = [number[node] for node in _collectives(graph)]
     chosen = first_ranks_choice(own, settings.ranks)
-    if chosen != own:
+    # Of another number nothing can be taken: `check_same_order` says who differs.
+    if chosen != own and len(chosen) == len(own):
         for node in nodes[:-1]:  # back to where they were
             nodes[-1].prepend(node)
         moves = start_gathers_in_order(graph, [started[index] for index in chosen])
@@ -72,13 +73,17 @@ def _collectives(graph: Graph) -> list[Node]:
 # All-gathers
 
 
+def _gathers_of_parameters(graph: Graph) -> list[Node]:
+    return [node for node in parameter_all_gathers(graph) if parameters_of(node)]
+
+
 def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
     """Move each all-gather, with its preparation, before the wait for the previous one.
 
     Return how many moved. With a machine, start it earlier if it would otherwise be late, as
     estimated.
     """
-    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
+    gathers = _gathers_of_parameters(graph)
     latest_starts: dict[Node, Node] = {}
     if machine is not None:  # before anything moves
         latest_starts = _latest_starts(graph, gathers, machine, fused)
@@ -94,12 +99,12 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
 
 
 def start_gathers_in_order(graph: Graph, order: Sequence[Node]) -> int:
-    """Move each all-gather as without a machine, then before the one behind it in `order`.
+    """Start all-gathers as without a machine, and those that `order` has earlier, earlier.
 
     order: all collectives, as the first rank starts them. Return the number of moves.
     """
     moves = start_gathers_early(graph)
-    gathers = parameter_all_gathers(graph)
+    gathers = _gathers_of_parameters(graph)
     for node, following in reversed(list(itertools.pairwise(order))):
         if node in gathers:
             moves += move_gather_before(node, following)

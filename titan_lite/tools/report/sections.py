@@ -325,8 +325,7 @@ def buckets(runs: Sequence[RunRecord]) -> str:
             parts += map(collectives, run.compile_reports)
     if not parts:
         return ""
-    legend = "Times are estimated. timeline.json of the run shows them in order, in Perfetto."
-    return f'<h2>Buckets</h2><p class="muted">{legend}</p>{"".join(parts)}'
+    return f'<h2>Buckets</h2><p class="muted">Times are estimated.</p>{"".join(parts)}'
 
 
 def collectives(report: Mapping[str, Any]) -> str:
