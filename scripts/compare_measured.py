@@ -45,9 +45,9 @@ from titan_lite.config.families import ModelConfig
 from titan_lite.cost.machine import GB, Link, Machine
 from titan_lite.cost.measure import find_machine, fit_ring, seconds_of, times_of
 from titan_lite.cost.profiles import machine_from
+from titan_lite.environment import loopback_port
 from titan_lite.tools.plan.command import lay_out
 from titan_lite.tools.plan.plan import make_plan
-from titan_lite.tools.verify.observe import free_port
 from titan_lite.trainer import Trainer
 
 CACHES = 2**26  # bytes: more than the caches of a core
@@ -291,7 +291,7 @@ def rank_main(  # noqa: PLR0913
 
 def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
     """Train a layout. Return its seconds and bytes, and what it is planned from, as JSON."""
-    port = Path(str(free_port()))
+    port = Path(str(loopback_port()))
     with tempfile.TemporaryDirectory() as folder:
         world = start_world(rank_main, ranks, port, folder, overrides, rounds, steps)
         of_ranks: list[Measured] = world.receive()

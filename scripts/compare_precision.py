@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 
 from titan_lite.config import load_config
+from titan_lite.environment import loopback_port
 from titan_lite.metrics.run_files import read_metrics
-from titan_lite.tools.verify.observe import free_port
 from titan_lite.trainer import Trainer
 
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
@@ -53,7 +53,7 @@ def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
 
 def run_alone(arguments: list[str], folder: str, ranks: int = 1) -> None:
     """Train in processes of its own, which write to `folder`."""
-    port = free_port()
+    port = loopback_port()
     fork = multiprocessing.get_context("fork")
     arguments = [*arguments, f"--job.dump_folder={folder}"]
     processes = [

@@ -30,6 +30,10 @@ class Costs:
     def seconds(self) -> float:
         return sum([self.compute, *self.exposed.values()])
 
+    @property
+    def flops(self) -> float:
+        return self.matmul_flops + self.attention_flops
+
     def add(self, other: "Costs", times: float = 1) -> None:
         """Add `times` the costs of another graph."""
         self.compute += times * other.compute

@@ -124,11 +124,6 @@ def test_a_last_wave_that_is_not_full_costs_a_wave():
     assert seconds(140) > 1.2 * wave  # not 140 / 132, also with smaller tiles
 
 
-def test_few_tiles_are_split_along_the_inner_dimension():
-    wide = matmul_seconds(1, 128, 256, 65536, speed=132e12, multiprocessors=132)
-    assert wide < 0.2 * 2 * 128 * 256 * 65536 / 1e12
-
-
 def test_a_machine_without_multiprocessors_has_one_efficiency():
     plain = Machine(
         "CPU",

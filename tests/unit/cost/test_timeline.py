@@ -70,10 +70,8 @@ def test_under_computation_on_a_cpu_it_hides_nothing(monkeypatch):
     graph = two_matmuls()
     overlap(graph)
     gpu, cpu = (
-        costs.graph_costs(
-            graph, dataclasses.replace(priced(), name=name), False, {(0, 1): "dp_shard"}
-        )
-        for name in ("GPU", "CPU")
+        costs.graph_costs(graph, simulate(graph, machine), machine, {(0, 1): "dp_shard"})
+        for machine in (dataclasses.replace(priced(), name=name) for name in ("GPU", "CPU"))
     )
     assert (gpu.exposed["dp_shard"], cpu.exposed["dp_shard"], gpu.compute, cpu.compute) == (
         11.0,

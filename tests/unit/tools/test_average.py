@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import Given
 from safetensors.torch import load_file
 from tiny import UNTIED
 
@@ -20,29 +21,21 @@ MOE = dataclasses.replace(
 )
 
 
-class Given:
-    """Random weights in the form of those of a folder."""
-
-    def __init__(self, config, seed, dtype=torch.float32):
-        self.special_tokens = {"bos_token_id": None, "eos_token_id": None}
-        self.config = config
-        self.folder = Path("given")
-        self.shapes = shapes(config)
-        self.buffers = {name: torch.Size(shape) for name, shape in buffer_shapes(config).items()}
-        generator = torch.Generator().manual_seed(seed)
-        self.dtypes = dict.fromkeys(self.shapes, dtype)
-        self.tensors = {
-            fqn: torch.randn(shape, generator=generator).to(self.dtypes.get(fqn))
-            for fqn, shape in {**self.shapes, **self.buffers}.items()
-        }
-
-    def read(self, fqn):
-        return self.tensors[fqn]
+def random_weights(config, seed, dtype):
+    """Buffers are in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        fqn: torch.randn(shape, generator=generator).to(dtype)
+        for fqn, shape in shapes(config).items()
+    }
+    for fqn, shape in buffer_shapes(config).items():
+        tensors[fqn] = torch.randn(shape, generator=generator)
+    return Given(config, tensors)
 
 
 def write(folder, seeds, config=UNTIED, dtype=torch.float32):
     """Checkpoints as a run has them, and their paths and weights."""
-    given = [Given(config, seed, dtype) for seed in seeds]
+    given = [random_weights(config, seed, dtype) for seed in seeds]
     paths = [folder / f"checkpoint/step-{seed}" for seed in seeds]
     for path, weights in zip(paths, given, strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,10 +65,8 @@ def test_a_checkpoint_of_the_mean_has_each_tensor_rounded_once(config, dtype, tm
 def test_sums_lose_no_number_that_float32_has(tmp_path):
     paths = [tmp_path / f"step-{number}" for number in range(3)]
     for path, number in zip(paths, (1e8, 1.0, -1e8), strict=True):
-        weights = Given(UNTIED, 0)
-        for tensor in weights.tensors.values():
-            tensor.fill_(number)
-        write_step(path, weights)
+        tensors = {fqn: torch.full(shape, number) for fqn, shape in shapes(UNTIED).items()}
+        write_step(path, Given(UNTIED, tensors))
     mean = average.open_mean(list(map(str, paths)))
     third = torch.tensor(1 / 3, dtype=torch.float64).float()
     assert mean.read("norm.weight").eq(third).all()

@@ -96,19 +96,6 @@ def test_logits_are_those_without_a_memory(folder, chunks):
             torch.testing.assert_close(found, whole[:, done - 1], rtol=1e-4, atol=1e-5)
 
 
-@torch.no_grad()
-def test_the_likeliest_tokens_are_those_found_by_starting_over(folder):
-    weights = open_weights(folder)
-    model, prompt = model_of(dataclasses.replace(weights.config, max_seq_len=64)), [5, 9, 200]
-    tokens = list(prompt)
-    for _ in range(20):
-        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    options = dict(max_new_tokens=20, stop=(), vocab_size=2048, sampling=LIKELIEST)
-    with decoder_of(weights, 64) as decoder:
-        found = list(generate(decoder, prompt, **options))
-    assert found == tokens[3:]
-
-
 # Sampling
 
 LOGITS = torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05]).log()

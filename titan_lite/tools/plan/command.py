@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,20 +78,20 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--tokens",
-        type=some_tokens,
+        type=number(1, "above 0, such as 15e12 or 15T", parse=number_of_tokens),
         default=0.0,
         help="a token budget, such as 15T, to print its days and GPU-hours",
     )
     parser.add_argument(
         "--price-per-gpu-hour",
-        type=above_zero,
+        type=number(math.ulp(0.0), "above 0, such as 2.5"),
         default=0.0,
         metavar="PRICE",
         help="the price of a GPU-hour, such as 2.5, to print that of the training",
     )
     parser.add_argument(
         "--expert-imbalance",
-        type=factor,
+        type=number(1, "from 1 on, such as 1.2"),
         default=1.0,
         metavar="FACTOR",
         help=(
@@ -140,37 +140,19 @@ def build_parser() -> Parser:
     return parser
 
 
-def above_zero(text: str) -> float:
-    """Return an option's value as a number, as `type` of add_argument."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 2.5 or 15e12")
-    return number
+def number(
+    least: float, instead: str, parse: Callable[[str], float] = float
+) -> Callable[[str], float]:
+    """Return a `type` of add_argument: a number of at least `least`. instead: what to use, else."""
 
+    def checked(text: str) -> float:
+        with suppress(ValueError, OverflowError):
+            value = parse(text)
+            if least <= value < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: use a number {instead}")
 
-def some_tokens(text: str) -> int:
-    """Return an option's value as a number of tokens, as `type` of add_argument."""
-    try:
-        tokens = number_of_tokens(text)
-    except (ValueError, OverflowError):
-        tokens = 0
-    if tokens <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 15e12 or 15T")
-    return tokens
-
-
-def factor(text: str) -> float:
-    """Return an option's value as a number from 1 on, as `type` of add_argument."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: use a number from 1 on, such as 1.2")
-    return number
+    return checked
 
 
 def refuse_options_without_effect(options: argparse.Namespace) -> None:
@@ -224,14 +206,6 @@ class Subject:
     machine: "Machine"
     expert_imbalance: float = 1.0
 
-    @property
-    def recipe_world_size(self) -> int:
-        """The number of ranks that the recipe is for; `world_size` if it does not say."""
-        try:
-            return world_size_of(find_recipe(Path(self.recipe)))
-        except ConfigError:
-            return self.world_size
-
     def lay_out(self, change: dict[str, str]) -> "PlannedLayout":
         """Return the layout of the changed recipe. Raises ConfigError if it cannot run."""
         config = self.config
@@ -269,8 +243,8 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
         world_size *= groups
     note = ""
     if groups > 1:
-        note = note_on_groups(config, world_size)
-        overrides = [*overrides, *as_one_world(config, world_size)]
+        more, note = as_one_world(config, world_size)
+        overrides = [*overrides, *more]
         config = load_config(options.recipe, overrides)
     machine = find_hardware(options.hardware, config)
     check_imbalance(options.expert_imbalance, config)
@@ -293,41 +267,33 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     return "\n".join([*filter(None, [note]), *lines])
 
 
-def as_one_world(config: Config, world_size: int) -> list[str]:
-    """Return the options that make groups that may be lost to replicas of one world.
+def as_one_world(config: Config, world_size: int) -> tuple[list[str], str]:
+    """Return the options that make groups that may be lost to replicas of one world, and what a
+    plan of it leaves out, in a line.
 
-    Each takes as many local batches of a step as the busiest one. world_size: ranks of all groups.
-    Raises ConfigError if a group cannot run on its ranks.
+    Each group takes as many local batches of a step as the busiest one. world_size: ranks of all
+    groups. Raises ConfigError if a group cannot run on its ranks.
     """
     groups = config.fault_tolerance.replica_groups
-    defaults = FaultTolerance()
-    options = [option(f"fault_tolerance.{name}", str(value)) for name, value in defaults]
+    options = [option(f"fault_tolerance.{name}", str(value)) for name, value in FaultTolerance()]
     options.append(option("parallelism.data_parallel_replicate_degree", str(groups)))
     layout = Layout.from_config(config, world_size // groups)
+    sequences = layout.sequences_per_step
+    planned = layout.shared_evenly(sequences)
     if config.training.global_batch_size != -1:
-        sequences = layout.shared_evenly(layout.sequences_per_step)
-        options.append(option("training.global_batch_size", str(sequences)))
-    return options
-
-
-def note_on_groups(config: Config, world_size: int) -> str:
-    """Return what a plan of groups that may be lost leaves out, in a line."""
-    groups = config.fault_tolerance.replica_groups
-    layout = Layout.from_config(config, world_size // groups)
+        options.append(option("training.global_batch_size", str(planned)))
     note = (
         f"planned as one world of {world_size} ranks: the sum over {groups} replica groups"
         " (fault_tolerance.replica_groups) overlaps with backward in a plan, and comes after it in"
         " a run"
     )
-    sequences = layout.sequences_per_step
-    planned = layout.shared_evenly(sequences)
     if planned != sequences:
         note += (
             f"; a step of the run has {sequences} sequences, which {groups} groups cannot share"
             f" evenly, and takes as long as the {planned} of the plan: its tokens, a step or a"
             f" second, are {sequences / planned:.0%} of the planned ones"
         )
-    return note
+    return options, note
 
 
 def search_lines(subject: Subject, count: int, full: bool) -> list[str]:
@@ -359,7 +325,10 @@ def sequences_per_step(subject: Subject) -> tuple[int, str]:
     sequences = subject.config.training.global_batch_size
     if sequences != -1:
         return sequences, "training.global_batch_size"
-    for ranks in (subject.world_size, subject.recipe_world_size):
+    rank_counts = [subject.world_size]
+    with suppress(ConfigError):
+        rank_counts.append(world_size_of(find_recipe(Path(subject.recipe))))
+    for ranks in rank_counts:
         with suppress(ConfigError):
             layout = Layout.from_config(subject.config, ranks)  # not checked by rules
             return layout.sequences_per_step, f"the recipe's, on {ranks} ranks"

@@ -39,7 +39,7 @@ def goodput_of(plan: Plan) -> float:
     config = layout.config
     own = layout.parameters_of_rank / layout.fsdp_degree
     in_matrices = own * share_of_matrices(layout.shapes_of_rank)
-    sharded = STORED_BYTES * own + sum(moment_bytes(config.optimizer, own, in_matrices))
+    sharded = STORED_BYTES * own + moment_bytes(config.optimizer, own, in_matrices)
     # An owner's matrices and the error of each copy are saved once, and sharded tensors by one of
     # the copies.
     once = owner_bytes(config, layout)

@@ -17,7 +17,7 @@ from titan_lite.cost.machine import GIB, Machine
 from titan_lite.cost.nccl import CHANNELS
 from titan_lite.distributed.pipeline_schedule import backward_kinds, computations, order_of
 from titan_lite.distributed.step_gather import IN_FLIGHT
-from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION
+from titan_lite.tools.plan.costs import GRAPH_OF_ACTION
 from titan_lite.tools.plan.rank_bytes import (
     COMPLETE_MATRICES,
     ITEM_BYTES,
@@ -98,17 +98,8 @@ class Memory:
 
 def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) -> Memory:
     """Return the memory of a layout on such a machine."""
-    memories = [
-        memory_of_rank(layout, stages, rank, machine) for rank in range(layout.degrees["pp"])
-    ]
-    return max(memories, key=lambda memory: memory.reserved)
-
-
-def memory_of_rank(
-    layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: Machine
-) -> Memory:
-    """Return the memory of a pipeline rank."""
-    run = replay(layout, stages, rank, machine)
+    runs = [replay(layout, stages, rank, machine) for rank in range(layout.degrees["pp"])]
+    rank, run = max(enumerate(runs), key=lambda each: each[1].peak)
     reserved = RESERVED_OVER_PEAK * run.peak
     return Memory(rank, run.peak_phase, run.peak_parts, reserved, outside_of_tensors(layout))
 
@@ -142,8 +133,7 @@ def replay(layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: M
     # In a second local batch, gradients of the first exist.
     for _ in range(min(2, layout.accumulation)):
         for kind, stage, microbatch in actions:
-            for graph in GRAPHS_OF_ACTION[kind]:
-                run.run_graph(stage, graph, microbatch)
+            run.run_graph(stage, GRAPH_OF_ACTION[kind], microbatch)
     run.reduce_gradients()
     run.receive_table_gradient()
     run.keep_until_update()
@@ -344,8 +334,8 @@ class Replay:
         for weight in self.weights:
             if weight.updated:
                 matrix_elements = weight.shard_elements if weight.matrix else 0
-                moments = moment_bytes(config.optimizer, weight.shard_elements, matrix_elements)
-                nbytes += STEP_COUNT + sum(moments)
+                nbytes += STEP_COUNT
+                nbytes += moment_bytes(config.optimizer, weight.shard_elements, matrix_elements)
         return nbytes
 
 

@@ -53,7 +53,7 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     computations: list[float] = []
     returns: list[float] = []
     sent = across = 0.0
-    for bucket in owner_buckets(layout.config, layout.shapes_of_rank, len(ranks)):
+    for bucket in owner_buckets(costs, layout.shapes_of_rank, len(ranks)):
         flops = max(map(on_device, bucket.values()))
         computations.append(flops / speed)
         nbytes = ITEM_BYTES[dtype] * max(map(math.prod, bucket.values()))

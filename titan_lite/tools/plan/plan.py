@@ -105,7 +105,7 @@ class Plan:
 
     def hfu(self, step: StepTimes) -> float:
         """Return the share of peak FLOP/s with recomputation counted (HFU)."""
-        return (step.matmul + step.attention) / step.seconds / self.peak_flops
+        return step.flops / step.seconds / self.peak_flops
 
     @property
     def peak_flops(self) -> float:

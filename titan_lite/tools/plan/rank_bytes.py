@@ -1,7 +1,7 @@
 """Count the bytes that a rank keeps, and those that an update moves: of shards, of matrices that it
 owns, of what features keep, of a block's activations.
 
-    moment_bytes(config.optimizer, own=1e9)         # of each of the sharded moments
+    moment_bytes(config.optimizer, own=1e9)         # of the sharded moments
     owner_bytes(config, layout)                     # of the owner with most
     kept_bytes_of_block(config, layout)             # of a microbatch, a lower bound
 
@@ -116,23 +116,15 @@ def algorithms_of(optimizer: Optimizer) -> tuple[Algorithm, Algorithm]:
     return algorithm, algorithm if algorithm.is_elementwise else OPTIMIZERS["AdamW"]
 
 
-def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> list[float]:
-    """Return the bytes of each of the sharded moments, such as exp_avg and exp_avg_sq.
+def moment_bytes(optimizer: Optimizer, own: float, matrices: float = 0.0) -> float:
+    """Return the bytes of the sharded moments, such as exp_avg and exp_avg_sq.
 
     own: parameters of this rank; matrices: those of them within matrices of blocks. Step counts are
     left out, and what owners have.
     """
     of_matrices, of_others = (len(each.moments) for each in algorithms_of(optimizer))
-    itemsize = ITEM_BYTES[optimizer.state_dtype]
-    nbytes = []
-    for number in range(max(of_matrices, of_others)):
-        elements = own
-        if number >= of_matrices:
-            elements -= matrices
-        if number >= of_others:
-            elements -= own - matrices
-        nbytes.append(itemsize * elements)
-    return nbytes
+    numbers = of_matrices * matrices + of_others * (own - matrices)
+    return ITEM_BYTES[optimizer.state_dtype] * numbers
 
 
 def plain_update_bytes(optimizer: Optimizer, algorithm: Algorithm) -> float:
@@ -168,19 +160,16 @@ def owner_bytes(config: Config, layout: Layout) -> float:
         return 0.0
     ranks = layout.world_size // layout.degrees["pp"]
     owned = [0.0] * ranks
-    for bucket in owner_buckets(config, layout.shapes_of_rank, ranks):
+    for bucket in owner_buckets(costs, layout.shapes_of_rank, ranks):
         for owner, shape in bucket.items():
             owned[owner] += costs.kept_bytes(shape)
     return max(owned)
 
 
 def owner_buckets(
-    config: Config, shapes: Mapping[str, Shape], ranks: int
+    costs: OwnedWork, shapes: Mapping[str, Shape], ranks: int
 ) -> list[dict[int, Shape]]:
-    """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
-    costs = owner_costs(config)
-    if costs is None:
-        return []
+    """Return buckets of {owner: shape of its matrix}."""
     matrices = [shape for shape in matrices_in(shapes) if not is_of_experts(shape)]
     buckets = share_out([costs.flops(shape) for shape in matrices], ranks)
     return [{owner: matrices[index] for owner, index in bucket.items()} for bucket in buckets]

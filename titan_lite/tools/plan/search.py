@@ -221,15 +221,11 @@ def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[s
         none = f"none of the {len(rows):,} planned fits" if not_planned else "no layout fits"
         return ["", none]
     best_change, best = fit[0]
-    keys = _options(differing(config, best_change))
+    keys = " ".join(option(*each) for each in differing(config, best_change).items())
     evidence = best.evidence.in_words()
     if not best.evidence.is_known:
         evidence = f"speeds are not known for this kind of run: {evidence}"
     return ["", evidence, f"best: {keys}"]
-
-
-def _options(change: Change) -> str:
-    return " ".join(option(key, value) for key, value in change.items())
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -450,75 +446,45 @@ def least_bytes(layout: PlannedLayout, *, in_flight: bool = True) -> float:
     sizes = _sizes(layout)
     kept = kept_by_features(layout.config, layout)
     nbytes = max(
-        _least_bytes(layout, sizes, part, kept, in_flight)
-        for part in _parts_of_ranks(layout, sizes)
+        _least_bytes(layout, sizes, rank, stages, kept, in_flight)
+        for rank, stages in enumerate(_parts_of_ranks(layout, sizes))
     )
     return nbytes + owner_bytes(layout.config, layout) + outside_of_tensors(layout)
 
 
-@dataclass(frozen=True)
-class _PartOfRank:
-    """The part of the model on a pipeline rank."""
-
-    rank: int
-    stages: Sequence["_PartOfStage"]
-
-    @property
-    def blocks(self) -> int:
-        return sum(stage.blocks for stage in self.stages)
-
-    @property
-    def has_output(self) -> bool:
-        return any(stage.has_output for stage in self.stages)
-
-    @property
-    def elements(self) -> float:
-        return sum(stage.elements for stage in self.stages)
-
-    @property
-    def sharded(self) -> float:
-        return sum(stage.sharded for stage in self.stages)
-
-    @property
-    def copied(self) -> float:
-        return sum(stage.copied for stage in self.stages)
-
-
-@dataclass(frozen=True)
-class _PartOfStage:
-    """The part of the model in a pipeline stage."""
+class _Part(NamedTuple):
+    """The part of the model in a pipeline stage, or in all stages of a rank."""
 
     blocks: int
-    has_output: bool
+    outputs: int  # 1 if it has the output
     elements: float  # of matrices, embedding and output, when they are gathered
     sharded: float  # of them, those that a rank has
     copied: float  # of these, those that the optimizer does not update: a copy of a tied table
 
 
-def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[_PartOfRank]:
+def _parts_of_ranks(layout: PlannedLayout, sizes: _Sizes) -> list[list[_Part]]:
+    """Return the part in each stage of each pipeline rank."""
     modules = layout.pipeline.modules
     return [
-        _PartOfRank(
-            rank,
-            [
-                _part_of_stage(layout, sizes, modules[stage])
-                for stage in layout.pipeline.stages_of(rank)
-            ],
-        )
+        [_part_of_stage(layout, sizes, modules[stage]) for stage in layout.pipeline.stages_of(rank)]
         for rank in range(layout.degrees["pp"])
     ]
 
 
-def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str]) -> _PartOfStage:
+def _together(stages: Sequence[_Part]) -> _Part:
+    return _Part(*map(sum, zip(*stages, strict=True)))
+
+
+def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str]) -> _Part:
     has_output = "output" in modules
     has_embedding = "tok_embeddings" in modules
     is_one = layout.model.tied_embeddings and not layout.copies_table
     tables = 1 if is_one else has_embedding + has_output
     blocks = blocks_in(modules)
     table_shard = sizes.vocabulary / layout.fsdp_degree
-    return _PartOfStage(
+    return _Part(
         blocks,
-        has_output,
+        int(has_output),
         elements=blocks * sizes.block + tables * sizes.vocabulary,
         sharded=blocks * sizes.sharded + tables * table_shard,
         copied=table_shard if has_output and layout.copies_table else 0.0,
@@ -528,12 +494,12 @@ def _part_of_stage(layout: PlannedLayout, sizes: _Sizes, modules: Sequence[str])
 def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
     """Return the approximate seconds of a step."""
     sizes = _sizes(layout)
-    parts = _parts_of_ranks(layout, sizes)
+    parts = [_together(stages) for stages in _parts_of_ranks(layout, sizes)]
     of_block = _block_seconds(layout, machine, sizes)
     peak = machine.flops(getattr(torch, layout.config.training.mixed_precision_param))
     of_output = 6 * sizes.vocabulary * sizes.tokens / (peak * machine.matmul_efficiency)
     slowest = max(
-        part.blocks * (of_block.forward + of_block.backward) + part.has_output * of_output
+        part.blocks * (of_block.forward + of_block.backward) + part.outputs * of_output
         for part in parts
     )
     pp = layout.degrees["pp"]
@@ -557,21 +523,28 @@ def step_seconds(layout: PlannedLayout, machine: Machine) -> float:
 
 
 def _least_bytes(
-    layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank, kept: KeptNumbers, in_flight: bool
+    layout: PlannedLayout,
+    sizes: _Sizes,
+    rank: int,
+    stages: Sequence[_Part],
+    kept: KeptNumbers,
+    in_flight: bool,
 ) -> float:
-    """Return a lower bound of a rank's bytes in tensors, without complete matrices of the
+    """Return a lower bound of a pipeline rank's bytes in tensors, without complete matrices of the
     optimizer: the most of two moments of a step.
 
-    kept: by features. in_flight: with the activations of microbatches.
+    stages: the parts in the rank's stages. kept: by features. in_flight: with the activations of
+    microbatches.
     """
     config = layout.config
     _, summed = itemsizes(config.training)
+    part = _together(stages)
     own = part.sharded
     updated = own - part.copied
     in_blocks = part.blocks * sizes.sharded
-    moments = moment_bytes(config.optimizer, updated, in_blocks)
-    state = STORED_BYTES * own + sum(moments) + STORED_BYTES * kept.always
-    state += _received_bytes(layout, sizes, part)
+    state = STORED_BYTES * (own + kept.always)
+    state += moment_bytes(config.optimizer, updated, in_blocks)
+    state += _received_bytes(layout, sizes, rank)
     before_update = summed * updated + STORED_BYTES * kept.before_update
     if not in_flight:
         return state + before_update
@@ -584,9 +557,9 @@ def _least_bytes(
     in_microbatches = max(
         sum(
             _bytes_in_flight(layout, sizes, stage, counts)
-            for stage, counts in zip(part.stages, moment, strict=True)
+            for stage, counts in zip(stages, moment, strict=True)
         )
-        for moment in by_rank[part.rank]
+        for moment in by_rank[rank]
     )
     if layout.gathers_once:
         in_microbatches += _gathered_bytes(layout, part)
@@ -633,14 +606,12 @@ def in_flight_by_rank(
     return found
 
 
-def _bytes_in_flight(
-    layout: PlannedLayout, sizes: _Sizes, stage: _PartOfStage, counts: InFlight
-) -> float:
+def _bytes_in_flight(layout: PlannedLayout, sizes: _Sizes, stage: _Part, counts: InFlight) -> float:
     """Return a lower bound of the bytes of a stage's microbatches, and of its gradients."""
     nbytes = stage.blocks * (
         counts.forward * sizes.kept_bytes + counts.halves * sizes.between_bytes
     )
-    if counts.forward and stage.has_output:
+    if counts.forward and stage.outputs:
         nbytes += _logits_bytes(layout, sizes)
     # In a second local batch, gradients of the first exist.
     if counts.has_gradients or layout.accumulation > 1:
@@ -649,15 +620,15 @@ def _bytes_in_flight(
     return nbytes
 
 
-def _received_bytes(layout: PlannedLayout, sizes: _Sizes, part: _PartOfRank) -> float:
+def _received_bytes(layout: PlannedLayout, sizes: _Sizes, rank: int) -> float:
     """Return the bytes of buffers for what comes from neighbouring stages."""
-    stages = layout.pipeline.stages_of(part.rank)
+    stages = layout.pipeline.stages_of(rank)
     last = len(layout.pipeline.modules) - 1
     neighbours = sum((stage > 0) + (stage < last) for stage in stages)
     return neighbours * layout.pipeline.microbatches * sizes.hidden_bytes
 
 
-def _gathered_bytes(layout: PlannedLayout, part: _PartOfRank) -> float:
+def _gathered_bytes(layout: PlannedLayout, part: _Part) -> float:
     """Return the least bytes of weights that are gathered for a step."""
     config = layout.config
     computed, _ = itemsizes(config.training)

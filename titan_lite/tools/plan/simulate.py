@@ -17,7 +17,7 @@ from titan_lite.config import Config
 from titan_lite.cost.costs import ByAxis, Costs
 from titan_lite.cost.machine import Machine
 from titan_lite.distributed.pipeline_schedule import Order, computations, order_of
-from titan_lite.tools.plan.costs import GRAPHS_OF_ACTION, StageCosts
+from titan_lite.tools.plan.costs import GRAPH_OF_ACTION, StageCosts
 from titan_lite.tools.plan.owned import Owned, owned_matrices
 from titan_lite.tools.plan.rank_bytes import (
     STORED_BYTES,
@@ -46,8 +46,7 @@ class StepTimes:
     parts: dict[str, float]
     sent: ByAxis  # bytes of the pipeline rank that sends most
     across: ByAxis  # the part of `sent` to other nodes
-    matmul: float  # floating-point operations of a rank, on average
-    attention: float  # the same
+    flops: float  # floating-point operations of a rank, on average
     run: Timetable  # of the pipeline, for one local batch
     # Seconds once per step by pipeline rank: gather before the microbatches, others after them.
     ends: Sequence[Mapping[str, float]] = ()
@@ -77,14 +76,13 @@ def simulate_step(
     degree = layout.degrees["pp"]
     owned = owned_matrices(layout, machine)
     order = order_of(layout.config.parallelism, layout.pipeline)
-    actions = actions_of_stages(order, len(stages))
     accumulation = [accumulation_seconds(layout, stage, machine) for stage in stages]
     run = _run_pipeline(layout, order, stages, accumulation, machine)
     ranks = []
     for rank in range(degree):
         own = layout.pipeline.stages_of(rank)
         costs = [stages[stage] for stage in own]
-        step = _sum_of_steps(layout, costs, [actions[stage] for stage in own])
+        step = _sum_of_step(layout, stages, rank, order)
         accumulating = layout.microbatches * sum(accumulation[stage] for stage in own)
         update = _update_parts(layout, rank, costs, owned, machine)
         busy = sum(end - begin for *_, begin, end in run.actions[rank])
@@ -111,7 +109,8 @@ def simulate_step(
     sent = _of_rank_with_most([times.step.sent for times in ranks])
     across = _of_rank_with_most([times.step.sent_to_other_nodes for times in ranks])
     if degree > 1:
-        hidden = _pipeline_bytes(layout, stages[0].hidden_bytes)
+        # Of each microbatch, a stage sends hidden states to the next one and gradients back.
+        hidden = 2 * layout.microbatches * stages[0].hidden_bytes * len(stages) // degree
         sent["pp"] = hidden
         across["pp"] = hidden if machine.nodes(_neighbours(layout)) > 1 else 0.0
     if layout.sends_table:
@@ -121,26 +120,29 @@ def simulate_step(
     if owned.sent:
         sent["owners"] = owned.sent
         across["owners"] = owned.across
-    every_stage = _sum_of_steps(layout, stages, actions)
     return StepTimes(
         seconds=seconds,
         parts=dict(mean),
         sent=sent,
         across=across,
-        matmul=every_stage.matmul_flops / degree,
-        attention=every_stage.attention_flops / degree,
+        flops=sum(times.step.flops for times in ranks) / degree,
         run=run,
         ends=all_ends,
     )
 
 
-def actions_of_stages(order: Order, stages: int) -> list[Counter[str]]:
-    """Return the number of actions of each stage, by kind."""
-    counts: list[Counter[str]] = [Counter() for _ in range(stages)]
-    for actions in order.values():
-        for kind, stage, _ in computations(actions):
-            counts[stage][kind] += 1
-    return counts
+def _sum_of_step(
+    layout: PlannedLayout, stages: Sequence[StageCosts], rank: int, order: Order
+) -> Costs:
+    """Return the costs of a pipeline rank's stages in a step."""
+    total = Costs()
+    actions = Counter((kind, stage) for kind, stage, _ in computations(order[rank]))
+    for (kind, stage), count in actions.items():
+        total.add(stages[stage].of_action(kind), layout.accumulation * count)
+    for stage in layout.pipeline.stages_of(rank):
+        for costs in stages[stage].once.values():
+            total.add(costs)
+    return total
 
 
 def _run_pipeline(
@@ -152,7 +154,7 @@ def _run_pipeline(
 ) -> Timetable:
     """Return when the actions of a local batch run. accumulation: seconds of each stage."""
     of_action = {
-        kind: [stage.of_action(kind).seconds for stage in stages] for kind in GRAPHS_OF_ACTION
+        kind: [stage.of_action(kind).seconds for stage in stages] for kind in GRAPH_OF_ACTION
     }
 
     def seconds(kind: str, stage: int) -> float:
@@ -187,26 +189,6 @@ def table_seconds(layout: PlannedLayout, machine: Machine) -> float:
     if layout.sends_table:
         return additions + 2 * machine.send(nbytes, *_ends_of_pipeline(layout))
     return additions + machine.memory_traffic(2 * nbytes)
-
-
-def _pipeline_bytes(layout: PlannedLayout, hidden_bytes: float) -> float:
-    """Return the bytes that a pipeline rank sends in a step, to both neighbours."""
-    stages_of_rank = max(
-        len(layout.pipeline.stages_of(rank)) for rank in range(layout.degrees["pp"])
-    )
-    return 2 * layout.microbatches * hidden_bytes * stages_of_rank
-
-
-def _sum_of_steps(
-    layout: PlannedLayout, stages: Sequence[StageCosts], actions: Sequence[Mapping[str, int]]
-) -> Costs:
-    """Return the costs of stages in a step. actions: of a local batch, of each stage."""
-    total = Costs()
-    for stage, counts in zip(stages, actions, strict=True):
-        stage.add_step_to(
-            total, {kind: layout.accumulation * count for kind, count in counts.items()}
-        )
-    return total
 
 
 def _update_parts(

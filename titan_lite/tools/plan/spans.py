@@ -5,11 +5,8 @@
 The graphs are those of the deepest traced stage, which may have fewer blocks than the real stage.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from titan_lite.cost.timeline import Timeline
 from titan_lite.metrics.timelines import (
     TraceProcess,
     TraceSpan,
@@ -36,21 +33,11 @@ END_NAMES = {
 }
 
 
-class StepSpan(NamedTuple):
-    """A part of a step on a pipeline rank."""
-
-    rank: int
-    kind: str  # of ACTION_NAMES or END_NAMES
-    name: str
-    start: float  # seconds
-    seconds: float
-
-
-def step_spans(plan: Plan) -> list[StepSpan]:
+def step_spans(plan: Plan) -> list[TraceSpan]:
     """Return all parts of a step that take time."""
     step = plan.nominal
     spans = [
-        StepSpan(rank, "gather", END_NAMES["gather"], 0.0, ends["gather"])
+        TraceSpan(rank, "gather", END_NAMES["gather"], 0.0, ends["gather"], {})
         for rank, ends in enumerate(step.ends)
     ]
     start = max(ends["gather"] for ends in step.ends)
@@ -59,45 +46,28 @@ def step_spans(plan: Plan) -> list[StepSpan]:
         for rank, actions in step.run.actions.items():
             for kind, stage, microbatch, begin, end in actions:
                 name = f"{ACTION_NAMES[kind]}, stage {stage}, microbatch {first + microbatch}"
-                spans.append(StepSpan(rank, kind, name, start + begin, end - begin))
+                spans.append(TraceSpan(rank, kind, name, start + begin, end - begin, {}))
         start += step.run.seconds
     for rank, ends in enumerate(step.ends):
         begin = start
         for kind, seconds in ends.items():
             if kind != "gather":
-                spans.append(StepSpan(rank, kind, END_NAMES[kind], begin, seconds))
+                spans.append(TraceSpan(rank, kind, END_NAMES[kind], begin, seconds, {}))
                 begin += seconds
     return [span for span in spans if span.seconds > 0]
-
-
-class TracedGraphs(NamedTuple):
-    """The graphs of a microbatch in a traced stage."""
-
-    title: str
-    timelines: Sequence[Timeline]
-    lanes: list[str]
-
-
-def deepest(plan: Plan) -> TracedGraphs:
-    """Return the graphs of the traced stage with most blocks."""
-    beside = max(plan.timelines, key=lambda beside: plan.depths[beside][-1])
-    blocks = plan.depths[beside][-1]
-    modules = f" with {', '.join(beside)}" if beside else ""
-    timelines = plan.timelines[beside]
-    names = [timeline.graph for timeline in timelines]
-    both = ", backward full, then split" if {"backward", "backward_input"} <= {*names} else ""
-    title = f"one microbatch: a traced stage of {blocks} blocks{modules}{both}"
-    return TracedGraphs(title, timelines, lanes_of(timelines))
 
 
 def write_plan_trace(plan: Plan, path: Path) -> None:
     """Write a Chrome trace: process 0 is the step, a thread per pipeline rank; process 1 the
     graphs, a thread per lane.
     """
-    graphs = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
-    step = TraceProcess(
-        "the step (nominal)", ranks, [TraceSpan(*span, {}) for span in step_spans(plan)]
-    )
-    traced = TraceProcess(graphs.title, graphs.lanes, graph_spans(graphs.timelines, graphs.lanes))
-    write_trace(path, [step, traced])
+    step = TraceProcess("the step (nominal)", ranks, step_spans(plan))
+    beside = max(plan.timelines, key=lambda beside: plan.depths[beside][-1])  # of most blocks
+    timelines = plan.timelines[beside]
+    names = {timeline.graph for timeline in timelines}
+    modules = f" with {', '.join(beside)}" if beside else ""
+    both = ", backward full, then split" if {"backward", "backward_input"} <= names else ""
+    title = f"one microbatch: a traced stage of {plan.depths[beside][-1]} blocks{modules}{both}"
+    lanes = lanes_of(timelines)
+    write_trace(path, [step, TraceProcess(title, lanes, graph_spans(timelines, lanes))])

@@ -272,7 +272,9 @@ def trace_stage(
     axes = axes_of(mesh, layout.expert_parallel)
     machine = machine.with_attention_kernel(config.training.attention_kernel)
     graph_passes = PricedPasses(layout, machine, axes)
-    model = parallelize_stage(as_traced(layout), mesh, beside, kinds, n_layers, graph_passes)
+    eager = config.replace(compile=config.compile.replace(backend="aot_eager"))
+    traced = dataclasses.replace(layout, config=eager)
+    model = parallelize_stage(traced, mesh, beside, kinds, n_layers, graph_passes)
     (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, stage)
@@ -289,13 +291,11 @@ def trace_stage(
         full_elements=float(sum(full_elements(spec) for spec in specs.values())),
         hidden_bytes=float(inputs.hidden.nbytes),
     )
-    in_order = [name for name in GRAPHS if name in graphs]
-    timelines = [dataclasses.replace(graphs[name].timeline, graph=name) for name in in_order]
-    scheduled = {name: graphs[name].scheduled for name in in_order}
+    timelines = [graphs[name].timeline for name in GRAPHS if name in graphs]
     period = n_layers if depths_to_trace(config) is None else checkpointing_period(config)
     lifetimes = {
         kind: lifetimes_of(
-            {name: scheduled[name] for name in in_order if name in GRAPHS_OF_BACKWARD[kind]},
+            {name: graphs[name].scheduled for name in GRAPHS_OF_BACKWARD[kind] if name in graphs},
             n_layers,
             period,
         )
@@ -379,13 +379,6 @@ def _bucket_numbers(buckets: Sequence[Bucket]) -> dict[nn.Parameter, int]:
         for number, bucket in enumerate(buckets)
         for parameter in bucket.parameters
     }
-
-
-def as_traced(layout: PlannedLayout) -> PlannedLayout:
-    """Return a layout whose graphs are made by aot_eager."""
-    config = layout.config
-    compile = config.compile.replace(backend="aot_eager")
-    return dataclasses.replace(layout, config=config.replace(compile=compile))
 
 
 def parallelize_stage(
@@ -522,7 +515,7 @@ class PricedPasses(GraphPasses):
         assert timeline is not None
         self.graphs[name] = PricedGraph(
             ScheduledGraph(module.graph, fused, self.keeps_inputs, self.accumulates_at_once),
-            graph_costs(module.graph, self.machine, fused, self.axes),
+            graph_costs(module.graph, timeline, self.machine, self.axes),
             by_axis(timeline, self.axes),
         )
 

@@ -1,51 +1,39 @@
 """Check the actions of every rank of a pipeline: pure Python, no tensors.
 
-    for what in wrong_actions(config.parallelism, layout.pipeline):
+    for what in wrong_actions(order_of(config.parallelism, layout.pipeline), layout.pipeline):
         ...                                 # in words; none if the schedule is right
 
 Each rank goes through its own list, as in a plan (tools/plan/timetable.py), and all must come to
 their ends.
 """
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 
-from titan_lite.config import Parallelism
-from titan_lite.distributed.pipeline_schedule import Order, PipelineSchedule, computations, order_of
+from titan_lite.distributed.pipeline_schedule import Order, PipelineSchedule, computations
 from titan_lite.tools.plan.timetable import run_order
 
 
-def wrong_actions(parallelism: Parallelism, pipeline: PipelineSchedule) -> Iterator[str]:
-    """Yield what is wrong with the schedule of a recipe, in words."""
-    yield from wrong_in(order_of(parallelism, pipeline), pipeline)
-
-
-def wrong_in(order: Order, pipeline: PipelineSchedule) -> Iterator[str]:
-    """Yield what is wrong with the actions of each rank."""
-    yield from _wrong_counts(order, pipeline)
+def wrong_actions(order: Order, pipeline: PipelineSchedule) -> Iterator[str]:
+    """Yield what is wrong with the actions of each rank: missing, doubled, of another rank's stage,
+    or in an order in which ranks wait for ever.
+    """
+    for rank, actions in order.items():
+        own = set(itertools.product(pipeline.stages_of(rank), range(pipeline.microbatches)))
+        kinds: dict[tuple[int, int | None], list[str]] = defaultdict(list)
+        for kind, stage, microbatch in computations(actions):
+            kinds[stage, microbatch].append(kind)
+        for stage, microbatch in kinds.keys() - own:
+            yield f"pipeline rank {rank} has microbatch {microbatch} of stage {stage}, not its own"
+        for stage, microbatch in sorted(own):
+            done = "".join(sorted(kinds[stage, microbatch]))
+            if done not in ("BF", "FIW"):
+                yield (
+                    f"pipeline rank {rank}: microbatch {microbatch} of stage {stage} has"
+                    f" {done or 'nothing'}, not F and B, or F, I and W"
+                )
     try:
         run_order(order, lambda kind, stage: 1.0)
     except ValueError as stuck:
         yield str(stuck)
-
-
-def _wrong_counts(order: Order, pipeline: PipelineSchedule) -> Iterator[str]:
-    """Yield actions that are missing, on another rank, or done twice."""
-    for rank, actions in order.items():
-        stages = pipeline.stages_of(rank)
-        counts = Counter(computations(actions))
-        for kind, stage, microbatch in counts:
-            if stage not in stages:
-                yield f"pipeline rank {rank} has {kind} of stage {stage}, which is not its own"
-            if microbatch not in range(pipeline.microbatches):
-                yield f"pipeline rank {rank} has {kind} of microbatch {microbatch}, which is none"
-            if counts[kind, stage, microbatch] > 1:
-                yield f"pipeline rank {rank} has {kind}{microbatch} of stage {stage} twice"
-        for stage in stages:
-            for microbatch in range(pipeline.microbatches):
-                done = "".join(kind for kind in "FBIW" if counts[kind, stage, microbatch])
-                if done not in ("FB", "FIW"):
-                    yield (
-                        f"pipeline rank {rank}: microbatch {microbatch} of stage {stage} has"
-                        f" {done or 'nothing'}, not F and B, or F, I and W"
-                    )

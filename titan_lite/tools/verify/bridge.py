@@ -51,17 +51,17 @@ def real_sizes(small: SmallRecipe, config: Config, real: Layout) -> SmallRecipe:
 
 def differences(small: TracedStage, real: TracedStage, config: Config) -> Iterator[str]:
     """Yield how the real graphs of a rank differ from the small ones, in words."""
-    own, wanted = (operators_in(stage) for stage in (real, small))
-    for operator in sorted(own.symmetric_difference(wanted)):
-        where = "its real sizes" if operator in own else "small sizes"
-        yield f"the operator {operator} is in the graphs at {where} alone"
-    counts, expected = (counts_in(stage) for stage in (real, small))
+    counts, expected = (operators_in(stage) for stage in (real, small))
     for operator in sorted(counts.keys() | expected.keys()):
-        if counts[operator] != expected[operator]:
+        own, wanted = counts[operator], expected[operator]
+        if own != wanted and any(word in operator for word in COUNTED):
             yield (
-                f"{operator} is in the graphs at its real sizes {counts[operator]} times, and"
-                f" {expected[operator]} times in what was evaluated"
+                f"{operator} is in the graphs at its real sizes {own} times, and {wanted} times in"
+                " what was evaluated"
             )
+        elif not own or not wanted:
+            where = "its real sizes" if own else "small sizes"
+            yield f"the operator {operator} is in the graphs at {where} alone"
     for name, module in real.graphs.items():
         yield from _other_order(name, small.graphs[name].graph, module.graph)
         yield from _other_dtypes(name, module.graph, config)
@@ -74,23 +74,13 @@ def not_alike(small: TracedStage, real: TracedStage) -> Iterator[str]:
             yield f"{'even' if is_even else 'uneven'} shards of {fqn}"
 
 
-def operators_in(stage: TracedStage) -> set[str]:
-    """Return the operators of a stage's graphs, but for casts and views."""
-    return {
-        str(node.target)
-        for module in stage.graphs.values()
-        for node in module.graph.nodes
-        if node.op == "call_function" and not any(word in str(node.target) for word in MOVES)
-    }
-
-
-def counts_in(stage: TracedStage) -> Counter[str]:
-    """Return how often each operator of COUNTED is in a stage's graphs."""
+def operators_in(stage: TracedStage) -> Counter[str]:
+    """Return how often each operator is in a stage's graphs, but for casts and views."""
     return Counter(
         str(node.target)
         for module in stage.graphs.values()
         for node in module.graph.nodes
-        if node.op == "call_function" and any(word in str(node.target) for word in COUNTED)
+        if node.op == "call_function" and not any(word in str(node.target) for word in MOVES)
     )
 
 

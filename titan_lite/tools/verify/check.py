@@ -28,6 +28,7 @@ from titan_lite.compile.model_parts import Value
 from titan_lite.config import Config, flatten
 from titan_lite.config.families import find_family
 from titan_lite.distributed.layout import AXES, Layout
+from titan_lite.distributed.pipeline_schedule import order_of
 from titan_lite.models.experts import routers_of
 from titan_lite.models.transformer import Transformer
 from titan_lite.tools.verify import specification
@@ -108,7 +109,8 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
         )
     if config.training.attention_kernel != "auto":
         verdict.not_covered.append("training.attention_kernel")
-    verdict.differences += wrong_actions(config.parallelism, layout.pipeline)
+    order = order_of(config.parallelism, layout.pipeline)
+    verdict.differences += wrong_actions(order, layout.pipeline)
     check = Check(small, verdict)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
@@ -241,7 +243,8 @@ class Check:
         kinds: dict[int, Any] = {
             rank: tuple(self.shapes_of(fqn, rank) for fqn in names) for rank in self.ranks
         }
-        if self.ranks.are_straddled(self.layout.expert_parallel):  # no constant is along an axis
+        if self.ranks.are_straddled(self.layout.expert_parallel):
+            # Constants are not functions of coordinates: each rank is traced.
             kinds = {rank: rank for rank in self.ranks}
         trace = functools.partial(self.trace, index)
         return StageVariants(self.ranks, trace, kinds.__getitem__)
@@ -286,26 +289,15 @@ class Check:
         if value.index == 1:  # the handle of a weight that is gathered once a step
             return torch.empty(0, dtype=torch.float64)
         if self.layout.gathers_once:
-            key = (value.name, *self.unsharded_part(value.name, place))
             whole = self.parameter(value.name)
-            return self.once(
-                key, lambda: specification.unsharded(value.name, whole, place, self.styles)
-            )
+            part = specification.unsharded(value.name, whole, place, self.styles)  # a view of it
+            return self.once((value.name, part.storage_offset()), lambda: part)
         return self.part(value.name, self.parameter(value.name), rank).contiguous()
 
     def once(self, key: Any, make: Any) -> Tensor:  # noqa: ANN401
         if key not in self.shared:
             self.shared[key] = make().contiguous()
         return self.shared[key]
-
-    def unsharded_part(self, fqn: str, place: Place) -> tuple[int, ...]:
-        """Return which part of a parameter a rank has once it is gathered."""
-        tensor = self.parameter(fqn)
-        if specification.of_experts(tensor):
-            index, _ = place.along("dp_shard", "cp", "tp")
-            return (index % place.degrees["ep"],)
-        is_split = specification.split_dim(fqn, self.styles) is not None
-        return (place.coordinates["tp"],) if is_split else ()
 
     def buffer(self, name: str, place: Place) -> Tensor:
         positions = specification.positions(self.layout.seq_len, place)
@@ -581,7 +573,8 @@ def plain_model(small: SmallRecipe) -> Transformer:
     with torch.no_grad():
         for parameter in model.parameters():
             value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            # of all inputs of a matmul together, so that rounding grows no faster in a wider model
+            # A matmul's results deviate as its inputs do, however many it sums: rounding does not
+            # grow with the width.
             scale = 1.2 * parameter.shape[-1] ** -0.5
             parameter.copy_(1 + value if parameter.dim() == 1 else scale * value)
         for router in routers_of(model).values():

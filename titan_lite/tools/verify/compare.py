@@ -49,7 +49,7 @@ def compare(found: Observed, expected: Observed, within: Tolerances = FLOAT32) -
     """Return the largest differences of `found`, and whether they are within the tolerances."""
     loss = max(_loss_differences(found, expected))
     gradients = {
-        fqn: _gradient_difference(found.gradients[fqn], gradient)
+        fqn: _relative(float((found.gradients[fqn] - gradient).norm()), float(gradient.norm()))
         for fqn, gradient in expected.gradients.items()
     }
     parameter = max(gradients, key=lambda fqn: gradients[fqn])
@@ -82,10 +82,6 @@ def _loss_differences(found: Observed, expected: Observed) -> Iterator[float]:
                 yield _relative(abs(mine - value), abs(value))
     for step, loss in expected.validation.items():
         yield _relative(abs(found.validation[step] - loss), abs(loss))
-
-
-def _gradient_difference(found: Tensor, expected: Tensor) -> float:
-    return _relative(float((found - expected).norm()), float(expected.norm()))
 
 
 def _relative(difference: float, size: float) -> float:

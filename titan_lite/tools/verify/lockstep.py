@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_lite.collectives import collectives
 from titan_lite.distributed.layout import AXES
 from titan_lite.distributed.step_gather import take_gradient
-from titan_lite.graph import KINDS, kind_of, parameters_of
+from titan_lite.graph import KINDS, group_size, kind_of, parameters_of
 from titan_lite.models.experts import GROUPED_GEMM, GROUPED_GEMM_OF_WEIGHTS
 
 aten = torch.ops.aten
@@ -193,11 +193,13 @@ def communicate(
                 f" {', '.join(str(tuple(shape)) for shape in {part.shape for part in parts})}"
             )
         kind = kind_of(node)
+        if kind != "all_reduce" and group_size(node) != len(group):
+            raise Divergence(
+                f"{node} is for {group_size(node)} ranks, and its group has {len(group)}"
+            )
         if kind == "all_gather":
-            check_degree(node, node.args[1], group)
             own = [torch.cat(parts)] * len(group)
         elif kind == "reduce_scatter":
-            check_degree(node, node.args[2], group)
             own = list(reduced(node, parts, node.args[1]).chunk(len(group)))
         else:
             own = [reduced(node, parts, node.args[1])] * len(group)
@@ -215,11 +217,6 @@ def reduced(node: Node, parts: Sequence[Tensor], how: object) -> Tensor:
     if how == "avg":
         return total / len(parts)
     raise Divergence(f"{node}: reduction {how!r} is not known")
-
-
-def check_degree(node: Node, degree: object, group: Sequence[int]) -> None:
-    if degree != len(group):
-        raise Divergence(f"{node} is for {degree} ranks, and its group has {len(group)}")
 
 
 # --- Evaluation -----------------------------------------------------------------------------------
@@ -309,13 +306,10 @@ class _Run:
             results[rank] = known[key]
         return results
 
-    def results(self) -> dict[int, list[Any]]:
-        """Return the graph's results by rank."""
+    def results(self, rank: int) -> list[Any]:
+        """Return the graph's results on a rank."""
         (wanted,) = self.nodes[self.next].args
-        return {
-            rank: [self.values[leaf][rank] if isinstance(leaf, Node) else leaf for leaf in wanted]
-            for rank in self.members
-        }
+        return [self.values[leaf][rank] if isinstance(leaf, Node) else leaf for leaf in wanted]
 
 
 def evaluate(
@@ -330,32 +324,17 @@ def evaluate(
     with each node and its values by rank. Raises Divergence.
     """
     runs = [
-        _Run(
-            variant,
-            [rank for rank, own in enumerate(variant_of) if own == index],
-            inputs,
-            watch,
-        )
+        _Run(variant, [rank for rank, own in enumerate(variant_of) if own == index], inputs, watch)
         for index, variant in enumerate(variants)
     ]
-    runs = [run for run in runs if run.members]
     run_of = {rank: run for run in runs for rank in run.members}
     while True:
         stops = [run.stop() for run in runs]
-        if (
-            len(
-                {(node.op, node.target, node.args[1:-1]) for node in stops if node.op != "output"}
-                | {("output",) for node in stops if node.op == "output"}
-            )
-            > 1
-        ):
+        if len({(node.target, node.args[1:-1]) for node in stops}) > 1:  # the output has one
             here = ", ".join(sorted(set(map(in_words, stops))))
             raise Divergence(f"ranks wait for each other: they are at {here}")
         if stops[0].op == "output":
-            found: dict[int, list[Any]] = {}
-            for run in runs:
-                found.update(run.results())
-            return [found[rank] for rank in range(len(variant_of))]
+            return [run_of[rank].results(rank) for rank in range(len(variant_of))]
         values = []
         for rank in range(len(variant_of)):
             run = run_of[rank]

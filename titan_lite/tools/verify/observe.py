@@ -7,7 +7,6 @@ observed.gradients["layers.0.attention.wq.weight"]       # of the first step, un
 import logging
 import math
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from titan_lite.config import Config
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.layout import AXES, DEGREES
-from titan_lite.environment import use_loopback
+from titan_lite.environment import loopback_port, use_loopback
 from titan_lite.hooks import Hook
 from titan_lite.metrics.deferred import StepMetrics
 from titan_lite.metrics.run_files import read_metrics
@@ -84,7 +83,7 @@ def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -
     processes = math.prod(getattr(config.parallelism, key) for key in DEGREES.values())
     with tempfile.TemporaryDirectory() as folder:
         config = config.replace(job=config.job.replace(dump_folder=folder))
-        arguments = (processes, free_port(), config, model, prepare)
+        arguments = (processes, loopback_port(), config, model, prepare)
         fork_server(PRELOADED)
         mp.start_processes(_train, arguments, processes, start_method="forkserver")
         result = Observed()
@@ -94,13 +93,6 @@ def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -
             if "validation_loss" in metrics:
                 result.validation[step] = metrics["validation_loss"]
         return result
-
-
-def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _add_rank(result: Observed, part: Observed) -> None:

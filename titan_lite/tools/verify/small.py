@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_lite.config import KEYS_OF_MODULES, Config, Parallelism
+from titan_lite.config import KEYS_OF_MODULES, Config
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
@@ -54,7 +54,10 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
             loss_chunk_tokens=loss_chunk(real, model.max_seq_len, batch),
             attention_kernel="auto",
         ),
-        parallelism=_parallelism(config, real),
+        parallelism=config.parallelism.without_pipeline().replace(
+            data_parallel_shard_degree=real.degrees["dp_shard"],
+            fsdp_communication="step" if real.gathers_once else "microbatch",
+        ),
         compile=config.compile.replace(
             enable=True,
             backend="aot_eager",
@@ -193,14 +196,6 @@ def loss_chunk(real: Layout, seq_len: int, batch: int) -> int:
     """Return tokens for three chunks, of which the last one is smaller; -1: the recipe has none."""
     tokens = seq_len // real.degrees["cp"] * batch
     return max(1, tokens * 2 // 5) if real.loss_chunk else -1
-
-
-def _parallelism(config: Config, real: Layout) -> Parallelism:
-    """Return the recipe's parallelism without a pipeline."""
-    return config.parallelism.without_pipeline().replace(
-        data_parallel_shard_degree=real.degrees["dp_shard"],
-        fsdp_communication="step" if real.gathers_once else "microbatch",
-    )
 
 
 def with_existing_blocks(config: Config, n_layers: int) -> Config:

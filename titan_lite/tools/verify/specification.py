@@ -9,7 +9,6 @@ It imports nothing of the parallel code, and is what graphs are compared with:
 
     sequences    cut over (dp_replicate, dp_shard)
     tokens       2 cp chunks of a sequence: chunk r and chunk 2 cp - 1 - r; equal over tp
-    hidden       the tokens of a cp rank, cut over tp
     matrices     cut over tp in the dimension of SPLIT, then in rows over (dp_shard, cp)
     others       equal over tp, cut in rows over (dp_shard, cp)
     experts      whole experts, cut over ep, then over what is left of (dp_shard, cp, tp)
@@ -62,12 +61,6 @@ def positions(seq_len: int, place: Place) -> list[int]:
     chunk = seq_len // (2 * number)
     chunks = (index, 2 * number - 1 - index)
     return [start * chunk + offset for start in chunks for offset in range(chunk)]
-
-
-def hidden(states: Tensor, place: Place) -> Tensor:
-    """Return a rank's part of the hidden states of its sequences: (B, T, C) -> (B, t, C)."""
-    own = states[:, positions(states.shape[1], place)]
-    return cut(own, 1, *place.along("tp"))
 
 
 def part(fqn: str, tensor: Tensor, place: Place, styles: Mapping[str, str] | None = None) -> Tensor:

@@ -29,7 +29,6 @@ from torch.fx.proxy import TracerBase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import titan_lite
-from titan_lite.collectives import collectives
 from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.model_parts import Value
 from titan_lite.compile.rank_agreement import OneRank
@@ -39,9 +38,8 @@ from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.axes import ranks_in
 from titan_lite.distributed.buckets import Specs, reduce_buckets
 from titan_lite.distributed.mesh import build_mesh, data_rank
-from titan_lite.distributed.parallelize import ParallelModel, parallelize
+from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.simple_fsdp import materialize
-from titan_lite.distributed.step_gather import StepGradients, StepReader
 from titan_lite.dtensor import local
 from titan_lite.graph import KINDS, group_of
 from titan_lite.tools.verify.small import SmallRecipe
@@ -84,18 +82,6 @@ class TracedStage:
     shards: Mapping[str, tuple[int, ...]]  # shapes, by FQN
     is_even: Mapping[str, bool]  # all shards of a parameter have as many rows, by FQN
     buffers: Mapping[str, Tensor]
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Return a context without garbage collections, which take a quarter of a trace."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager
@@ -173,7 +159,7 @@ def trace_stage(
 ) -> TracedStage:
     """Return stage `index` of the chain as this rank of a fake world has it.
 
-    ranks: of the stage, equal for all of them.
+    ranks: one object for all ranks of the stage, of which the first is traced first.
     mode: in which tensors are made and the stage runs, such as FakeTensorMode for real sizes.
     """
     graph_passes = _Keep(small, ranks)
@@ -184,12 +170,13 @@ def trace_stage(
     )
     (stage,) = parallel.stages
     with ExitStack() as stack:
-        stack.enter_context(_without_collections())
+        gc.disable()  # collections take a quarter of a trace
+        stack.callback(gc.enable)
         stack.enter_context(_with_source_lines())
         stack.enter_context(mode or nullcontext())
         materialize(stage.model, torch.device("cpu"))
         if layout.gathers_once:
-            stack.enter_context(_gathered_once(parallel))
+            stack.enter_context(stage.gathered_for_step(microbatches=1))
         ids = torch.zeros(layout.microbatch_size, len(stage.model.positions), dtype=torch.long)
         arguments = {"labels": ids} if stage.model.output is not None else {}
         if small.config.training.mask_documents:
@@ -250,19 +237,3 @@ def _reduction(specs: Specs) -> tuple[GraphModule, list[str]]:
     members = [spec for bucket in buckets for spec in bucket.specs]
     gradients = [torch.empty(spec.rows, *spec.row_shape) for spec in members]
     return make_fx(reduce)(gradients), [spec.fqn for spec in members]
-
-
-@contextmanager
-def _gathered_once(parallel: ParallelModel) -> Iterator[None]:
-    """Return a context in which the graphs are those of a step that gathers once."""
-    (stage,) = parallel.stages
-    sharding = stage.sharding
-    # `gathered_for_step` would end with gradients that have not come
-    reader = StepReader(
-        sharding.specs, StepGradients(sharding.specs, sharding.prefetch, 1), sharding.reads
-    )
-    sharding.reader = reader
-    yield
-    for weight in reader.weights.values():
-        collectives.wait_tensor(weight)
-    reader.close()

@@ -1,12 +1,13 @@
 """Make the graphs of all ranks of a stage from those of a few.
 
-    variants = StageVariants(ranks, trace)      # trace: rank -> TracedStage
+    variants = StageVariants(ranks, trace, kind_of)     # trace: rank -> TracedStage
     variants.of["forward"], variants.index      # what `evaluate` takes
 
 A few ranks are traced along each axis: the ends, both sides of a change of shards, and one more if
 these graphs differ. Ranks whose graphs have the same operators, and whose shards have as many rows,
 are of one variant. Constants of a variant are fitted along each axis: those on a line, or steps.
-The fits are compared with the graphs of ranks drawn at random.
+The fits are compared with the graphs of ranks drawn at random. If groups of experts straddle an
+axis, such as 4 beside tp 3, each rank is traced.
 """
 
 import random
@@ -234,17 +235,13 @@ def contents_of(traced: TracedStage) -> Hashable:
 def check_equal(where: str, variant: FittedVariant, traced: TracedStage, name: str) -> None:
     """Raise Divergence unless a rank's graph is what the variant says."""
     graph = traced.graphs[name].graph
-    if len(graph.nodes) != len(variant.graph.nodes):
-        raise Divergence(f"{where} has {len(graph.nodes)} nodes, not {len(variant.graph.nodes)}")
     if signature(variant.graph) != signature(graph):
-        raise Divergence(f"{where} has operators of other values")
+        raise Divergence(f"{where} has other operators, or of other values")
     for node, found in zip(variant.graph.nodes, graph.nodes, strict=True):
         if node.op == "get_attr":
             own, theirs = variant.constants[str(node.target)], traced.graphs[name]
             if not torch.equal(own, getattr(theirs, str(found.target))):
                 raise Divergence(f"{where}:{found} is another constant")
-        if node.target != found.target and node.op == "call_function":
-            raise Divergence(f"{where}:{found} is {found.target}, not {node.target}")
         expected = {**numbers_of(node), **variant.own_leaves(node, traced.rank)}
         if expected != numbers_of(found):
             raise Divergence(

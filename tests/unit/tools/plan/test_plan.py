@@ -12,6 +12,7 @@ import pytest
 from tiny import DEBUG_TOKENIZER
 
 from titan_lite.config import ConfigError, find_recipe, load_config
+from titan_lite.config.batch_sizes import number_of_tokens
 from titan_lite.cost.machine import GIB
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed.layout import Layout
@@ -20,8 +21,6 @@ from titan_lite.tools.plan.command import (
     as_one_world,
     lay_out,
     main,
-    note_on_groups,
-    some_tokens,
     world_size_of,
 )
 from titan_lite.tools.plan.plan import make_plan
@@ -46,7 +45,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
     ],
 )
 def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
-    assert some_tokens(text) == tokens
+    assert number_of_tokens(text) == tokens
 
 
 @pytest.mark.parametrize(
@@ -80,6 +79,17 @@ def test_a_budget_may_be_in_millions_billions_or_trillions(text, tokens):
             ["float8.enable = true: A100 has no peak of float8", "use --float8.no-enable"],
         ),
         (["--search", "--json"], ["--json", "not allowed with", "--search"]),
+        (["--search", "0"], ["--search: 0", "such as 8"]),
+        (
+            ["--search", "--world-size=7", "--training.global_batch_size=16"],
+            ["--search: no layout of 7 ranks shares 16 sequences", "training.global_batch_size=N"],
+        ),
+        (["--trace", "no/folder/plan.json"], ["--trace no/folder/plan.json", "no folder"]),
+        (
+            ["--expert-imbalance=1.5"],
+            ["has no effect with parallelism.expert_parallel_degree = 1"],
+        ),
+        (["--expert-imbalance=0.9"], ["--expert-imbalance: 0.9: use a number from 1 on"]),
     ],
 )
 def test_what_is_wrong_is_a_sentence_each(arguments, words, capsys):
@@ -121,14 +131,13 @@ def test_groups_that_share_local_batches_unevenly_are_planned_by_the_busiest_one
     keys = ["--fault_tolerance.replica_groups=3", "--training.local_batch_size=1"]
     keys.append("--training.global_batch_size=8")
     config = load_config("debug_model", keys)
-    options = as_one_world(config, 6)
+    options, note = as_one_world(config, 6)
     planned = Layout.from_config(load_config("debug_model", [*keys, *options]), 6)
     assert planned.sequences_per_step == 12
-    note = note_on_groups(config, 6)
     assert "a step of the run has 8 sequences, which 3 groups cannot share evenly" in note
     assert note.endswith("are 67% of the planned ones")
     even = config.replace(training=config.training.replace(global_batch_size=12))
-    assert "sequences" not in note_on_groups(even, 6)
+    assert "sequences" not in as_one_world(even, 6)[1]
 
 
 @pytest.mark.slow

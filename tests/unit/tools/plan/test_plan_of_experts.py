@@ -184,22 +184,6 @@ def test_the_rank_with_most_tokens_of_experts_is_planned(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--expert-imbalance=1.5"], "has no effect with parallelism.expert_parallel_degree = 1"),
-        (["--expert-imbalance=0.9"], "--expert-imbalance: 0.9: use a number from 1 on"),
-    ],
-)
-def test_an_imbalance_that_cannot_be_is_refused(options, message, capsys):
-    try:
-        code = main([str(RECIPES / "qwen3_moe_debug.toml"), "--world-size=2", *options])
-    except SystemExit as exit:
-        code = exit.code
-    assert code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("options", "recomputes"),
     [
         ([], True),

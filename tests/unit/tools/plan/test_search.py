@@ -208,26 +208,6 @@ def test_those_that_lost_are_told_why():
     assert why_lost(tight, best) == "tight, 0.3 GiB free; it would take 10.0% less time"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--search", "0"], ["--search: 0", "such as 8"]),
-        (["--search", "--world-size", "7"], ["--search", "training.global_batch_size=N"]),
-        (["--trace", "no/folder/plan.json"], ["--trace no/folder/plan.json", "no folder"]),
-    ],
-)
-def test_a_search_that_is_none_is_one_sentence(arguments, words, capsys):
-    try:
-        code = main([SEVENTY, *arguments])
-    except SystemExit as exit:
-        code = exit.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    (error,) = err.splitlines()
-    for word in words:
-        assert word in error
-
-
 def processes_of(session):
     """Numbers of processes that are not zombies."""
     found = []

@@ -60,7 +60,7 @@ def plan():
 
 def test_everything_a_step_does_has_its_place(plan):
     spans = step_spans(plan)
-    assert max(start + seconds for *_, start, seconds in spans) == pytest.approx(
+    assert max(start + seconds for *_, start, seconds, _ in spans) == pytest.approx(
         plan.nominal.seconds
     )
     of_rank = [what for rank, what, *_ in spans if rank == 1]
@@ -72,7 +72,7 @@ def test_everything_a_step_does_has_its_place(plan):
     }
     for rank in (0, 1):  # one thing at a time
         mine = sorted(
-            (start, start + seconds) for each, *_, start, seconds in spans if each == rank
+            (start, start + seconds) for each, *_, start, seconds, _ in spans if each == rank
         )
         assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(mine))
 

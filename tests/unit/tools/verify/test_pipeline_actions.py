@@ -7,7 +7,7 @@ import pytest
 from titan_lite.config import Parallelism
 from titan_lite.config.schedules import SCHEDULES
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of
-from titan_lite.tools.verify.actions import wrong_actions, wrong_in
+from titan_lite.tools.verify.actions import wrong_actions
 
 
 def split(schedule, degree=4, sequences=16):
@@ -22,7 +22,8 @@ def split(schedule, degree=4, sequences=16):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_actions_of_a_schedule_are_right(schedule):
-    assert list(wrong_actions(*split(schedule))) == []
+    parallelism, pipeline = split(schedule)
+    assert list(wrong_actions(order_of(parallelism, pipeline), pipeline)) == []
 
 
 def order_and_split(schedule):
@@ -60,12 +61,12 @@ def of_another_stage(own):
 def test_changed_actions_are_wrong(schedule, rank, fault):
     order, pipeline = order_and_split(schedule)
     fault(order[rank])
-    assert list(wrong_in(order, pipeline))
+    assert list(wrong_actions(order, pipeline))
 
 
 def test_a_rank_that_waits_for_ever_is_named():
     order, pipeline = order_and_split("1F1B")
     order[2].sort(key=lambda action: action.computation_type.value != "B")
-    (stuck,) = wrong_in(order, pipeline)
+    (stuck,) = wrong_actions(order, pipeline)
     assert "wait for each other" in stuck
     assert "2 at ('B', 2, 0)" in stuck
