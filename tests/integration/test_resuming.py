@@ -180,19 +180,3 @@ def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(u
     starting, line = result.stdout.splitlines()
     assert starting.endswith("starting on 1 rank")
     assert "debug.seed = 4, was 0" in line
-
-
-@pytest.mark.slow
-def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):
-    """4 sequences on two ranks, then 12 on three, which do not divide the 8 streams: the samples
-    are those of one run.
-    """
-    parts = [
-        train(2, at_step_2, *steps(4), "--training.global_batch_size=4")[0],
-        train(3, at_step_2, *steps(6), "--training.global_batch_size=12")[0],
-    ]
-    found = {step: Counter(counts) for part in parts for step, counts in part.items()}
-    assert found[3] + found[4] == uninterrupted[1][3]
-    assert found[5] + found[6] == sum(
-        map(Counter, (uninterrupted[1][step] for step in (4, 5, 6))), Counter()
-    )

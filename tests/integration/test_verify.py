@@ -123,12 +123,6 @@ def test_a_layout_that_fails_says_why_and_does_not_agree(capfd):
     assert re.search(r"FAILS\n(.*\n)*.*RuntimeError: out of luck", capfd.readouterr().out)
 
 
-def test_the_exit_code_is_that_of_the_verdict(monkeypatch):
-    for agree, code in ((True, 0), (False, 1)):
-        monkeypatch.setattr(program, "verify", lambda *arguments, agree=agree, **options: agree)
-        assert program.main([str(DEBUG), "--processes"]) == code
-
-
 def exit_code(arguments):
     try:
         return program.main(arguments)

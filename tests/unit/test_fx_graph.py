@@ -36,14 +36,6 @@ def shard(graph):
     return [gather(graph, graph.placeholder("shard"))]
 
 
-def cast_shard(graph):
-    return [gather(graph, cast(graph, graph.placeholder("shard")))]
-
-
-def padded_shard(graph):
-    return [gather(graph, padded(graph, graph.placeholder("shard")))]
-
-
 def cast_and_padded_shard(graph):
     return [gather(graph, padded(graph, cast(graph, graph.placeholder("shard"))))]
 
@@ -58,23 +50,6 @@ def other_collectives(graph):
     call(graph, collectives.reduce_scatter_tensor.default, shard, "sum", RANKS, GROUP)
     call(graph, collectives.all_reduce.default, shard, "sum", GROUP)
     return []
-
-
-def deep_computation(graph):
-    x, weight = graph.placeholder("x"), graph.placeholder("weight")
-    for _ in range(20):
-        x = call(graph, aten.mm.default, x, weight)
-    gather(graph, x)
-    return []
-
-
-def a_parameter_beside_an_activation(graph):
-    weight = gather(graph, graph.placeholder("shard"))
-    x, whole = graph.placeholder("x"), wait(graph, weight)
-    for _ in range(20):
-        x = call(graph, aten.mm.default, x, whole)
-    gather(graph, x)
-    return [weight]
 
 
 def matmul_of_inputs(graph):
@@ -93,13 +68,9 @@ def activation_of_the_first_layer(graph):
     "build",
     [
         shard,
-        cast_shard,
-        padded_shard,
         cast_and_padded_shard,
         two_shards_and_one_read_twice,
         other_collectives,
-        deep_computation,
-        a_parameter_beside_an_activation,
         matmul_of_inputs,
         activation_of_the_first_layer,
     ],

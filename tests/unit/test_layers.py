@@ -176,23 +176,6 @@ def test_an_import_that_leads_upward_is_found(module, source, tmp_path):
     assert str(path) in finding
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("config/load.py", "import tomllib\nfrom titan_lite.config import Config"),
-        ("models/llama3.py", "from torch import nn\nfrom titan_lite.models import attention"),
-        ("data/loader.py", "from titan_lite.config import Data\nimport torch.distributed"),
-        ("distributed/parallelize.py", "from titan_lite.compile.compile import compile_stage"),
-        ("optim/build.py", "if TYPE_CHECKING:\n    from titan_lite.trainer import Trainer"),
-        ("rules/machine.py", "import torch"),
-        ("tools/verify.py", "from titan_lite.trainer import Trainer"),
-    ],
-)
-def test_an_import_that_leads_downward_is_not(module, source, tmp_path):
-    written(tmp_path, module, source)
-    assert wrong_imports(tmp_path) == []
-
-
 def imports_of_features(package):
     """A line for every import of a feature by core or tools, or by another feature."""
     found = []

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from pages import ALL, FAULTS, PAGES, README, ROOT, anchor, anchors, blocks, links
+from pages import ALL, FAULTS, PAGES, README, ROOT, anchors, blocks, links
 from tiny import DEBUG
 
 from titan_lite.config import KEYS, SECTIONS, load_config
@@ -57,10 +57,6 @@ def test_every_link_leads_to_a_page_and_a_heading(page):
 def test_every_page_is_reached_from_the_readme():
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} == {*PAGES} - {README}
     assert {*PAGES} - {README} <= set(links(PAGES[README]))
-
-
-def test_fragments_are_those_of_github():
-    assert anchor("`[checkpoint]`, and what it costs: 2x") == "checkpoint-and-what-it-costs-2x"
 
 
 # parts of recipes in the pages: a line of each, and the test that trains with it or with one like it

@@ -4,10 +4,10 @@ has no place there.
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import Given
 from in_transformers import in_memory
 from safetensors.torch import load_file, save_file
 from tiny import UNTIED, of_family
@@ -132,22 +132,9 @@ def test_a_fused_file_that_is_transposed_is_refused(exported):
 def test_a_fused_file_whose_sides_are_alike_is_refused(tmp_path):
     config = dataclasses.replace(CONFIG, dim=40, hidden_dim=20)
 
-    class Given:
-        def __init__(self):
-            self.folder = Path("given")
-            self.special_tokens = {"bos_token_id": None, "eos_token_id": None}
-            self.buffers = {}
-            model = Transformer(config)
-            model.init_weights(seed=0)
-            self.config = config
-            self.parameters = dict(model.named_parameters())
-            self.shapes = {name: each.shape for name, each in self.parameters.items()}
-            self.dtypes = dict.fromkeys(self.shapes, torch.float32)
-
-        def read(self, fqn):
-            return self.parameters[fqn].detach()
-
-    write_hf(tmp_path / "hf", Given())
+    model = Transformer(config)
+    model.init_weights(seed=0)
+    write_hf(tmp_path / "hf", Given(config, dict(model.named_parameters())))
     fuse(tmp_path / "hf")
     with pytest.raises(ConfigError, match="could be the other way round; save each expert apart"):
         open_weights(tmp_path / "hf")
@@ -188,14 +175,6 @@ def test_biases_stay_float32_in_a_step_of_another_dtype(step, tmp_path):
         assert half.read(fqn).dtype == torch.float32
         assert torch.equal(half.read(fqn), open_weights(step).read(fqn))
     assert half.read("layers.0.moe.experts.w1").dtype == torch.bfloat16
-
-
-def test_a_model_gets_the_biases_of_a_step(step):
-    model = Transformer(CONFIG)
-    buffers = {fqn: model.get_buffer(fqn) for fqn in buffer_shapes(CONFIG)}
-    load(open_weights(step), {**dict(model.named_parameters()), **buffers})
-    for fqn in BIASES:
-        assert torch.equal(model.get_buffer(fqn), open_weights(step).read(fqn))
 
 
 def test_generate_chooses_with_the_biases(step):

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
-from checkpoints import flip
+from checkpoints import Given, flip
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
@@ -55,20 +55,8 @@ def model_of(config):
     return model
 
 
-class Given:
-    """Weights of a model in memory, in the form of those of a folder."""
-
-    def __init__(self, config):
-        self.folder = Path("given")
-        self.special_tokens = {"bos_token_id": 64, "eos_token_id": 65}
-        self.config = config
-        self.parameters = dict(model_of(config).named_parameters())
-        self.shapes = shapes(config)
-        self.buffers = {}
-        self.dtypes = dict.fromkeys(self.shapes, torch.bfloat16)
-
-    def read(self, fqn):
-        return self.parameters[fqn].detach()
+def given(config):
+    return Given(config, dict(model_of(config).named_parameters()), special_tokens=(64, 65))
 
 
 UNTIED_ONLY = pytest.mark.parametrize(
@@ -94,14 +82,14 @@ def expected(config):
 @pytest.fixture(scope="module")
 def step(config, tmp_path_factory):
     path = tmp_path_factory.mktemp("step") / "initial"
-    write_step(path, Given(config))
+    write_step(path, given(config))
     return path
 
 
 @pytest.fixture(scope="module")
 def folder(config, tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "exported"
-    write_hf(path, Given(config), shard_bytes=40e3)
+    write_hf(path, given(config), shard_bytes=40e3)
     return path
 
 
@@ -411,7 +399,7 @@ def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
 
 @TIED_ONLY
 def test_tied_weights_that_are_stored_twice_must_be_the_same(tmp_path, config):
-    write_hf(tmp_path / "hf", Given(config))
+    write_hf(tmp_path / "hf", given(config))
     path = tmp_path / "hf/model.safetensors"
     tensors = load_file(path)
     embedding = tensors["model.embed_tokens.weight"]
@@ -428,7 +416,7 @@ def test_tied_weights_that_are_stored_twice_must_be_the_same(tmp_path, config):
 
 @TIED_ONLY
 def test_tied_weights_may_be_stored_under_the_outputs_name_alone(tmp_path, config, expected):
-    write_hf(tmp_path / "hf", Given(config))
+    write_hf(tmp_path / "hf", given(config))
     path = tmp_path / "hf/model.safetensors"
     tensors = load_file(path)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -698,8 +686,8 @@ def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expect
     )
     for path, copy in zip((step, folder), copies, strict=True):
         shutil.copytree(path, copy)
-    changed = Given(TINY)
-    changed.parameters = {fqn: each.detach() + 1 for fqn, each in changed.parameters.items()}
+    changed = given(TINY)
+    changed.tensors = {fqn: each + 1 for fqn, each in changed.tensors.items()}
     others[0].parent.mkdir()
     write_step(others[0], changed)
     write_hf(others[1], changed, shard_bytes=40e3)
@@ -742,9 +730,9 @@ def test_a_run_that_starts_again_begins_from_the_step_of_its_first_start(
     monkeypatch.setattr(weights_module, "all_equal", lambda text: True)
     pretraining = tmp_path / "pretraining/checkpoint"
     for number in (1, 2):
-        given = Given(config)
-        given.parameters = {fqn: each + number for fqn, each in given.parameters.items()}
-        write_step(pretraining / f"step-{number}", given)
+        weights = given(config)
+        weights.tensors = {fqn: each + number for fqn, each in weights.tensors.items()}
+        write_step(pretraining / f"step-{number}", weights)
         if number == 1:
             first = started(tmp_path / "pretraining", tmp_path / "run")
             assert first == 2.0

@@ -122,17 +122,6 @@ def test_groups_that_deal_batches_have_each_once_and_the_same_state(corpus, toke
     assert copies[0].state_dict() == copies[1].state_dict() == alone.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("dp_degree", "batch_size"), [(1, 2), (1, 1), (2, 4), (2, 1), (4, 2), (8, 1)]
-)
-def test_the_global_batch_does_not_depend_on_the_layout(data, tokenizer, dp_degree, batch_size):
-    one, many = loaders(data, tokenizer), loaders(data, tokenizer, dp_degree, batch_size)
-    seen = [(global_batch(one, STREAMS), global_batch(many, batch_size)) for _ in range(10)]
-    for expected, batch in seen:
-        assert torch.equal(batch, expected)
-    assert not torch.equal(seen[0][0], seen[1][0])
-
-
 @pytest.mark.parametrize("num_workers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
     others = set(multiprocessing.active_children())

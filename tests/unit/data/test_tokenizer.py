@@ -5,8 +5,6 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError
 from titan_lite.config.families import LLAMA3
@@ -28,22 +26,9 @@ def test_the_debug_tokenizer_fits_the_debug_flavor(tokenizer):
 def test_bos_and_eos_stand_where_asked(tokenizer):
     plain = tokenizer.encode("import os")
     assert plain == [759, 665]  # merged: the ranks are used, not only the bytes
-    assert tokenizer.encode_document("import os").tolist() == [1792, *plain, 1793]
+    document = tokenizer.encode_document("import os")
+    assert (document.dtype, document.tolist()) == ("uint32", [1792, *plain, 1793])
     assert tokenizer.encode("", bos=True) == [1792]
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.text() | st.sampled_from(["<|end_of_text|>", "a" * 30_000, "\ud800 half a pair"]))
-def test_any_text_round_trips_and_is_the_same_as_a_document(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd")
-    document = tokenizer.encode_document(text)
-    assert document.dtype == "uint32"
-    assert (
-        document.tolist()
-        == [1792, *tokenizer._encoding.encode_ordinary(text), 1793]
-        == [1792, *ids, 1793]
-    )
 
 
 def slow_cut(text):

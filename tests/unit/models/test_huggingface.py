@@ -14,11 +14,7 @@ from titan_lite.config.families import FAMILIES, ModelConfig, RopeScaling, find_
 from titan_lite.models.huggingface import (
     config_from_hf,
     config_to_hf,
-    hf_names,
-    sources_of,
-    to_hf,
 )
-from titan_lite.models.shapes import parameter_shapes
 from titan_lite.models.transformer import Transformer
 
 TINY = ModelConfig(
@@ -76,40 +72,6 @@ def test_transformers_computes_the_same_logits_and_gradients(shape, tied, scalin
     assert config_from_hf(theirs.config.to_dict()) == config  # as transformers itself writes it
 
 
-def in_ours_of(fqn, tensors, config):
-    """One parameter, in a folder that has all names."""
-    names = {
-        n: torch.empty(0) for name in hf_names(config).values() for n in numbered(name, config)
-    }
-    return sources_of(config, names)[fqn].join(tensors.__getitem__, config, slice(None))
-
-
-def numbered(name, config):
-    return [name.replace("*", str(number)) for number in range(max(1, config.n_experts))]
-
-
-@pytest.mark.parametrize("family", OF_FAMILY)
-def test_only_rotary_weights_are_permuted_and_come_back_to_the_bit(family):
-    config = of_family(family, TINY)
-    half = config.head_dim // 2
-    for fqn, shape in parameter_shapes(config, ["layers.1"]).items():
-        weight = torch.randn(shape)
-        tensors = to_hf(fqn, weight, config)
-        assert torch.equal(in_ours_of(fqn, tensors, config), weight)
-        if len(shape) == 3:
-            assert torch.equal(torch.stack([*tensors.values()]), weight)
-            continue
-        (theirs,) = tensors.values()
-        is_rotary = fqn.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
-        assert torch.equal(theirs, weight) != is_rotary, fqn
-        assert theirs.is_contiguous()
-        if is_rotary:  # within its head, row 2i goes to i and row 2i + 1 to i + D/2
-            for row in range(shape[0]):
-                head, place = divmod(row, config.head_dim)
-                there = head * config.head_dim + place // 2 + place % 2 * half
-                assert torch.equal(theirs[there], weight[row])
-
-
 FLAVORS = [(family, flavor) for family in FAMILIES for flavor in FAMILIES[family].flavors]
 
 
@@ -117,16 +79,6 @@ FLAVORS = [(family, flavor) for family in FAMILIES for flavor in FAMILIES[family
 def test_every_flavor_survives_its_config_json(family, flavor):
     config = FAMILIES[family].flavors[flavor]
     assert config_from_hf(config_to_hf(config, torch.bfloat16)) == config
-
-
-@pytest.mark.parametrize(("family", "flavor"), [*FLAVORS[:2], *FLAVORS[-7:-5]])
-def test_every_parameter_has_a_name_of_its_own(family, flavor):
-    config = FAMILIES[family].flavors[flavor]
-    with torch.device("meta"):
-        model = Transformer(dataclasses.replace(config, max_seq_len=1))
-    names = hf_names(config)
-    assert list(names) == [fqn for fqn, _ in model.named_parameters()]
-    assert len(set(names.values())) == len(names)
 
 
 def test_a_qwen3_without_head_dim_has_that_of_transformers():

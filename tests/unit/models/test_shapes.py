@@ -4,38 +4,21 @@ reads them.
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
-from titan_lite.checkpoint.resume import compare
-from titan_lite.checkpoint.run_identity import (
-    documents_of_run,
-    list_documents,
-    run_identity,
-)
-from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Config, ConfigError, Model, load_config
 from titan_lite.config.families import LLAMA3, ModelConfig, RopeScaling, find_family
 from titan_lite.config.from_weights import keys_of_shape
-from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
 from titan_lite.metrics.start_lines import start_lines
-from titan_lite.models.huggingface import config_from_hf, config_to_hf
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.rules import check
 from titan_lite.tools.verify.proxy import proxy_model
 
 OWN = Model(flavor="", dim=96, n_layers=3, n_heads=6, hidden_dim=128, vocab_size=2048)
-
-
-@pytest.mark.parametrize("flavor", LLAMA3.flavors)
-def test_a_flavor_alone_is_what_it_was(flavor):
-    assert shape_of(Model(flavor=flavor)) is not None
-    assert shape_of(Model(flavor=flavor)) == LLAMA3.flavors[flavor]
-    assert shape_words(Model(flavor=flavor)) == flavor
 
 
 def test_every_field_of_a_model_has_a_key_which_changes_it_alone():
@@ -171,12 +154,6 @@ def test_a_family_that_does_not_exist_is_told_with_those_that_do():
         find_family("lama")
 
 
-def test_sizes_that_are_wrong_for_two_reasons_are_told_both():
-    with pytest.raises(ConfigError) as error:
-        check_shape(Model(n_heads=6, dim=100))
-    assert len(error.value.args) == 2
-
-
 def test_the_proxy_of_a_shape_keeps_its_kinds():
     model = proxy_model(
         shape_of(Model(tied_embeddings="yes", rope_theta=1e4, n_layers=1000)), stages=1
@@ -240,64 +217,3 @@ def test_a_layout_has_the_shape_and_the_start_says_it():
         line.startswith(f"model: llama3 {words}, {layout.parameters:,} parameters; torch")
         for line in lines
     )
-
-
-def test_checks_of_a_layout_see_the_shape():
-    with pytest.raises(
-        ConfigError,
-        match=r'"layers.5", which has no parameter in flavor debug with n_layers = 3 \(not 6\)',
-    ):
-        configured("--model.n_layers=3", "--parallelism.fsdp_keep_gathered=layers.5")
-    with pytest.raises(
-        ConfigError, match=r"seq_len = 256 is more than the model's max_seq_len; use at most 128"
-    ):
-        configured("--model.max_seq_len=128")
-    with pytest.raises(ConfigError, match=r"tensor_parallel_degree = 2 .* 3 attention heads"):
-        configured(
-            "--model.n_heads=3",
-            "--model.n_kv_heads=3",
-            "--model.dim=126",
-            "--parallelism.tensor_parallel_degree=2",
-        )
-
-
-def identity_of(*options):
-    config, layout = configured(*options)
-    documents = documents_of_run(list_documents(config))
-    return run_identity(config, layout, load_tokenizer(config.model.tokenizer_path), documents)
-
-
-def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
-    for options in (CHANGED, ["--model.max_seq_len=512", "--model.rope_scaling_factor=2"], []):
-        shape = identity_of(*options).model
-        scaling = shape["rope_scaling"] and RopeScaling(**shape["rope_scaling"])
-        model = ModelConfig(**{**shape, "rope_scaling": scaling})
-        assert model == shape_of(configured(*options)[0].model)
-        assert config_from_hf(config_to_hf(model, torch.float32)) == model
-
-
-def compared(was, now):
-    return compare(was, now, {})
-
-
-def test_a_step_of_another_shape_is_refused_with_the_key():
-    was = SavedState(identity_of(), folder=Path("step-5"), step=5, tensors=("model", "optimizer"))
-    config, _ = configured()
-    assert compared(was, identity_of()).describe() == ["nothing differs from the run that saved it"]
-    changed = compared(was, identity_of("--model.n_layers=3"))
-    with pytest.raises(
-        ConfigError,
-        match=r"it cannot resume: the model's n_layers \(\[model\]\): 3, was 6",
-    ):
-        changed.refuse_unless_accepted(config.checkpoint)
-    other = compared(was, identity_of("--model.name=qwen3"))
-    with pytest.raises(ConfigError, match=r"family \(\[model\]\): \"qwen3\", was \"llama3\""):
-        other.refuse_unless_accepted(config.checkpoint)
-    same = compared(
-        was, identity_of("--model.n_layers=6", "--model.max_seq_len=4096")
-    )  # the flavor's, and a limit of no parameter
-    assert same.describe() == [
-        "changed: model.n_layers = 6, was not set",
-        "changed: model.max_seq_len = 4096, was not set",
-        "changed: the model's max_seq_len ([model]): 4096, was 131072",
-    ]

@@ -213,20 +213,3 @@ def test_moments_in_bfloat16_are_those_in_float32_rounded(name):
         if not fqn.endswith(".step"):
             assert state[fqn].dtype == torch.bfloat16
             torch.testing.assert_close(state[fqn].float(), expected, rtol=2**-8, atol=0)
-
-
-def test_the_bytes_of_state_of_a_parameter():
-    found = {}
-    for name in NAMES:
-        for dtype in DTYPES:
-            parameters, optimizer = build(name, dtype=dtype)
-            numbers = sum(parameter.numel() for parameter in parameters.values())
-            state = optimizer.state_tensors().items()
-            moments = sum(tensor.nbytes for fqn, tensor in state if not fqn.endswith(".step"))
-            found[name, dtype] = 4 + moments / numbers
-    assert found == {
-        ("AdamW", "float32"): 12,
-        ("AdamW", "bfloat16"): 8,
-        ("Lion", "float32"): 8,
-        ("Lion", "bfloat16"): 6,
-    }

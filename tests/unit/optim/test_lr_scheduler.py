@@ -219,15 +219,3 @@ def test_a_decay_that_cannot_be_is_refused(options, message):
 def test_an_amount_of_another_form_is_refused(value):
     with pytest.raises(ConfigError, match=r'decay_length = .*expected .*"20%", "2B tokens"'):
         load_config(DEBUG, [f"--lr_scheduler.decay_length={value}"])
-
-
-@pytest.mark.parametrize(
-    ("key", "instead"),
-    [
-        ("decay_ratio", "use lr_scheduler.decay_length"),
-        ("total_steps", "use lr_scheduler.decay_be"),
-    ],
-)
-def test_a_key_of_before_is_refused_with_the_one_of_now(key, instead):
-    with pytest.raises(ConfigError, match=instead):
-        load_config(DEBUG, [f"--lr_scheduler.{key}=1"])

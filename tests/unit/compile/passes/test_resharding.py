@@ -57,30 +57,6 @@ def test_the_gather_its_casts_and_padding_and_its_views_are_tagged_and_nothing_e
     assert not any("ac_graph_id" in node.meta for node in set(graph.nodes) - tagged)
 
 
-def test_every_parameter_counts_and_an_activation_does_not():
-    graph = Graph()
-    x = graph.placeholder("x")
-    for i in range(3):
-        gather = call(
-            graph,
-            f"gather_{i}",
-            collectives.all_gather_into_tensor.default,
-            graph.placeholder(f"w{i}"),
-            RANKS,
-            GROUP,
-        )
-        whole = call(graph, f"whole_{i}", collectives.wait_tensor.default, gather)
-        for _ in range(8):
-            x = graph.call_function(aten.mm.default, (x, whole))
-    activation = call(
-        graph, "activation", collectives.all_gather_into_tensor.default, x, RANKS, GROUP
-    )
-    graph.output(activation)
-    assert recompute_parameter_all_gathers(graph) == 3
-    tagged = {node.name for node in graph.nodes if "recompute" in node.meta}
-    assert tagged == {f"{kind}_{i}" for kind in ("gather", "whole") for i in range(3)}
-
-
 def test_waits_for_inputs_and_their_views_are_tagged_whatever_is_kept():
     graph = Graph()
     weight, x = graph.placeholder("weight"), graph.placeholder("x")
@@ -93,13 +69,6 @@ def test_waits_for_inputs_and_their_views_are_tagged_whatever_is_kept():
             wait,
             transposed,
         }
-
-
-def test_a_graph_without_parameters_to_gather_is_left_alone():
-    graph = Graph()
-    graph.output(graph.call_function(aten.relu.default, (graph.placeholder("x"),)))
-    assert recompute_parameter_all_gathers(graph) == 0
-    assert not any("recompute" in node.meta for node in graph.nodes)
 
 
 def test_what_is_kept_is_left_alone():

@@ -16,7 +16,6 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.features.matrix_optimizers import shampoo
 from titan_lite.features.matrix_optimizers.feature import FEATURE
 from titan_lite.features.matrix_optimizers.shampoo import (
-    blocks_of,
     inverse_fourth_root,
     sides_of,
     turns_of,
@@ -228,16 +227,6 @@ def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
             sides = sides_of([*shapes.values()][number], config.max_preconditioner_dim)
             np.add.at(work[owner], turns[number], np.array(sides, dtype=float) ** 3)
     assert 1 < work.max() / work.mean() < most
-
-
-def test_blocks_cover_a_matrix_row_by_row():
-    counts = torch.zeros(40, 24)
-    for part in blocks_of((40, 24), 16):
-        counts[part] += 1
-    assert counts.eq(1).all()
-    starts = [(part[0].start, part[1].start) for part in blocks_of((40, 24), 16)]
-    assert starts == [(0, 0), (0, 16), (16, 0), (16, 16), (32, 0), (32, 16)]
-    assert blocks_of((40, 24), 64) == [(slice(0, 40), slice(0, 24))]
 
 
 def test_the_start_says_the_first_step_with_roots():
