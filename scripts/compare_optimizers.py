@@ -22,12 +22,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compare_precision import RECIPE, SMALL, run_alone
+from compare_precision import RECIPE, SMALL, validation_loss
 from torch import nn
 
 from titan_lite.config import Config, Model, Optimizer, Training, load_config
@@ -36,7 +35,6 @@ from titan_lite.distributed.layout import Layout
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.features.powersgd.compression import compressed_sizes
-from titan_lite.metrics.run_files import read_metrics
 from titan_lite.models.fqns import is_matrix
 from titan_lite.optim.build import build_optimizer
 
@@ -54,10 +52,7 @@ def loss_after(name: str, rate: float, seed: int, steps: int, size: str) -> floa
         f"--debug.seed={seed}",
         f"--training.steps={steps}",
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        run_alone([*size.split(), *options, "--validation.steps=4"], folder)
-        *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
-    return float(last["validation_loss"])
+    return validation_loss([*size.split(), *options, "--validation.steps=4"])
 
 
 def compare_losses(
@@ -115,12 +110,10 @@ def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
         ("none", [], whole),
         (f"powersgd, rank {rank}", compressed, factors),
     ):
-        ends = []
-        for seed in range(seeds):
-            with tempfile.TemporaryDirectory() as folder:
-                run_alone([*common, *options, f"--debug.seed={seed}"], folder, ranks=2)
-                *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
-            ends.append(float(last["validation_loss"]))
+        ends = [
+            validation_loss([*common, *options, f"--debug.seed={seed}"], ranks=2)
+            for seed in range(seeds)
+        ]
         means.append(statistics.fmean(ends))
         print(
             f"| {name} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {means[-1]:.4f} |"

@@ -51,25 +51,21 @@ def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
     os._exit(0)
 
 
-def run_alone(arguments: list[str], folder: str, ranks: int = 1) -> None:
-    """Train in processes of its own, which write to `folder`."""
+def validation_loss(arguments: list[str], ranks: int = 1) -> float:
+    """Train in processes of its own, and return the last validation loss."""
     port = loopback_port()
     fork = multiprocessing.get_context("fork")
-    arguments = [*arguments, f"--job.dump_folder={folder}"]
-    processes = [
-        fork.Process(target=train, args=(arguments, port, rank, ranks)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit(f"a run with {' '.join(arguments)} failed")
-
-
-def validation_loss(arguments: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        run_alone(arguments, folder)
+        arguments = [*arguments, f"--job.dump_folder={folder}"]
+        processes = [
+            fork.Process(target=train, args=(arguments, port, rank, ranks)) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            sys.exit(f"a run with {' '.join(arguments)} failed")
         *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
     return float(last["validation_loss"])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from titan_lite.config import Data
 from titan_lite.data.documents import build_source
+from titan_lite.data.special_tokens import CHARACTERS
 from titan_lite.data.tokenizer import PATTERN, load_tokenizer
 
 
@@ -30,13 +31,7 @@ def train(texts: list[str], ranks: int) -> list[bytes]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=ranks, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    # `tokenizers` writes each byte as one printable character: itself where it is printable, else
-    # one from U+0100 on.
-    printable = [byte for byte in range(256) if chr(byte) in alphabet]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
+    byte_of = {character: byte for byte, character in CHARACTERS.items()}
     learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     merged = [bytes(byte_of[char] for char in token) for token, _ in learned if len(token) > 1]
     return [bytes([byte]) for byte in range(256)] + merged

@@ -144,12 +144,17 @@ class LogRun(Hook):
 
 
 class LogStart(Hook):
-    """Log where the seconds of a start went, after the first step."""
+    """Log where the seconds of a start went, and what the compiler did, after the first step."""
 
-    is_logged = False
+    def __init__(self, dump_folder: Path, *, writes: bool):
+        """writes: True on one rank."""
+        self.dump_folder = dump_folder
+        self.writes = writes
+        self.is_logged = False
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.times = trainer.start_times
+        self.model = trainer.model
 
     def on_step_end(self, step: int) -> None:
         if self.is_logged:
@@ -160,24 +165,6 @@ class LogStart(Hook):
             f"start to the end of step {step}: {self.times.describe()}",
             extra={"event": "first step", "seconds": self.times.seconds},
         )
-
-
-class LogCompilation(Hook):
-    """Log and write what the compiler did, after the first step."""
-
-    def __init__(self, dump_folder: Path, *, writes: bool):
-        """writes: True on one rank."""
-        self.dump_folder = dump_folder
-        self.writes = writes
-        self.is_logged = False
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        self.model = trainer.model
-
-    def on_step_end(self, step: int) -> None:
-        if self.is_logged:
-            return
-        self.is_logged = True
         self.model.compile_reports = gather_reports(self.model)
         if self.writes:
             log_compile_reports(self.model.compile_reports, self.dump_folder)
@@ -309,8 +296,7 @@ def build_hooks(config: Config, rank: int, folder: Path) -> list[Hook]:
     is_trained = bool(config.checkpoint.initial_load_path)
     return [
         LogRun(),
-        LogStart(),
-        LogCompilation(folder, writes=rank == 0),
+        LogStart(folder, writes=rank == 0),
         GarbageCollection(config.training.gc_freq),
         RecordRestarts(folder),
         DataPreflight(is_trained=is_trained, checks_loss=rank == 0),

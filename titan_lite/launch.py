@@ -321,17 +321,10 @@ def has_gpus() -> bool:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible[:1] in ("", "-", ","):
         return False
-    return output_of("nvidia-smi", "-L") is not None or os.path.exists("/dev/kfd")  # AMD's driver
-
-
-def output_of(*command: str) -> str | None:
-    """Return a command's standard output; None if it fails or does not exist."""
-    try:
-        return subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    with suppress(OSError):  # there is no such program
+        if subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0:
+            return True
+    return os.path.exists("/dev/kfd")  # AMD's driver
 
 
 def set_environment(gpus: int, processes: int) -> None:

@@ -235,11 +235,6 @@ console = Console(sys.stdout)
 events = Events()
 
 HARMLESS = (  # exact texts of warnings of libraries that do not matter here
-    # each trace has its own file
-    (
-        "UserWarning: Warning: Profiler clears events at the end of each cycle. Only events from"
-        " the current cycle will be reported. To keep events across cycles, set acc_events=True."
-    ),
     # the trainer has set this rank's device
     (
         "UserWarning: barrier(): using the device under current context. You can specify"

@@ -3,7 +3,7 @@
 titan_lite/features/replica_groups/ has several, which may be lost.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,13 +11,6 @@ from titan_lite.distributed.pipeline import DeviceBatch
 
 if TYPE_CHECKING:
     from titan_lite.trainer import Trainer
-
-
-class Totals(NamedTuple):
-    """Sums of a step over all replica groups: scalars."""
-
-    loss: Tensor
-    stop_requests: Tensor
 
 
 class OneGroup:
@@ -62,10 +55,10 @@ class OneGroup:
         """
         return tokens
 
-    def commit(self, loss: Tensor, stop_requests: Tensor) -> Totals | None:
-        """Sum gradients over all groups in place, and return what else is summed; None if the step
-        does not count, and has changed nothing.
+    def commit(self, loss: Tensor, stop_requests: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Sum gradients over all groups in place, and return (loss, stop requests) over all groups;
+        None if the step does not count, and has changed nothing.
 
-        loss, stop_requests: over all ranks of this group.
+        loss, stop_requests: scalars, over all ranks of this group.
         """
-        return Totals(loss, stop_requests)
+        return loss, stop_requests

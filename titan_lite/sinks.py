@@ -2,7 +2,7 @@
 
     LOADS = Sinks[Load]("titan_lite::choose_experts")
     LOADS[fqn] = load                     # before the graph runs
-    LOADS[fqn].add(...)                   # within the operator
+    LOADS[fqn](...)                       # within the operator
 
 An operator in a graph has tensors and plain values as arguments, no objects. So it has an FQN, and
 finds here who takes its results.

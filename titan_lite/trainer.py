@@ -299,7 +299,7 @@ class Trainer:
 
     def build_data(self) -> None:
         """Build the loaders of training and validation."""
-        config, layout = self.config, self.layout
+        config = self.config
         self.start_times.begin("data")
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.counts_reads)
         self.bos_id = self.tokenizer.bos_id
@@ -308,7 +308,6 @@ class Trainer:
             config.data,
             listings,
             "train",
-            streams=layout.sequences_per_step,
             keys=source_keys(self.documents["documents"]),
         )
         self.per_source = PerSource(config.data.source_names(), self.mesh, self.device)
@@ -317,10 +316,7 @@ class Trainer:
         if config.validation.enable:
             data = config.validation_data
             self.validation_loader = self.loader_of(
-                data,
-                self.listings.get("validation_documents", listings),
-                "validation",
-                streams=layout.sequences_per_step,
+                data, self.listings.get("validation_documents", listings), "validation"
             )
             self.validation_per_source = PerSource(data.source_names(), self.mesh, self.device)
 
@@ -334,18 +330,17 @@ class Trainer:
         data: Data,
         listings: Sequence[Listing],
         split: Literal["train", "validation"],
-        streams: int,
         keys: Sequence[SourceKey] = (),
     ) -> Loader:
         """Return a loader of this rank's sequences.
 
-        streams: of tokens, over all ranks. keys: of the sources, for its state in checkpoints.
+        keys: of the sources, for its state in checkpoints.
         """
         return build_loader(
             data,
             self.tokenizer,
             split=split,
-            streams=streams,
+            streams=self.layout.sequences_per_step,
             batch_size=self.layout.local_batch_size,
             seq_len=self.layout.seq_len,
             dp_rank=self.dp_rank,
@@ -531,8 +526,7 @@ class Trainer:
         totals = self.replica_groups.commit(loss, stop_requests)
         if totals is None:
             return False
-        loss = totals.loss
-        stop_requests = totals.stop_requests
+        loss, stop_requests = totals
         for hook in self.hooks:
             hook.on_gradients(self.step, self.parameters)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)

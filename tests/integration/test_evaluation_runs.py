@@ -72,7 +72,7 @@ def test_training_is_the_same_with_and_without_evaluation_and_a_stop_in_one_repe
     }
     of_lines = read_metrics(tmp_path / "with/metrics.jsonl")
     assert any("seconds_evaluation" in values for values in of_lines.values())
-    assert time_spent(tmp_path / "with").seconds["evaluation"] > 0
+    assert time_spent(tmp_path / "with")["evaluation"] > 0
 
     in_a_process(stopped_in_step_2, "stopped", options)
     assert [*scores(tmp_path / "stopped")[0]] == [0]

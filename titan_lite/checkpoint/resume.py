@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -25,7 +25,7 @@ from titan_lite.checkpoint.names import OF_FEATURES, section_of
 from titan_lite.checkpoint.run_identity import DocumentsOfRun, RunIdentity
 from titan_lite.checkpoint.state import SavedState
 from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler, Optimizer, is_unset
-from titan_lite.config.effects import Effect, effect_of
+from titan_lite.config.effects import ACCEPTED_BY, Effect, effect_of
 from titan_lite.config.weights_folder import STATE
 from titan_lite.data.source_identity import (
     SourceIdentity,
@@ -35,21 +35,6 @@ from titan_lite.data.source_identity import (
 )
 from titan_lite.manifest import fields_of
 from titan_lite.optim.lr_scheduler import Decay, lr_factor
-
-
-class Acceptance(NamedTuple):
-    """The key of [checkpoint] without which an effect is an error, and what the key does."""
-
-    key: str
-    does: str
-
-
-ACCEPTED_BY = {
-    Effect.RESTARTS_DATA: Acceptance(
-        "restart_data", "starts the recipe's data at its first document"
-    ),
-    Effect.RESTARTS_OPTIMIZER: Acceptance("accept_model_only", "starts with moments of zero"),
-}
 
 # field of RunIdentity: what it is called ({}: of its dictionary, the key that differs), its effect
 FIELDS = {

@@ -27,7 +27,6 @@ from torch.fx import Graph, GraphModule, Node
 from titan_lite.compile.compiled_model import Backend
 from titan_lite.compile.graph_passes import GraphPasses
 from titan_lite.compile.rank_agreement import PlaceOnNode
-from titan_lite.compile.report import Compilation
 from titan_lite.compile.segments import (
     BoxedFunction,
     CutGraph,
@@ -92,13 +91,13 @@ def inductor_backend(graph_passes: GraphPasses, settings: Mapping[str, object]) 
         programs = {name: cut.program(functions) for name, cut in cuts.items()}
         for name, cut in cuts.items():
             own = [compiled[key] for key in cut.segments]
-            compilation = Compilation(
+            graph_passes.add_compilation(
+                name,
                 seconds=sum(segment.seconds for segment in own),
                 segments=programs[name].segments,
                 different_segments=len(own),
                 cached_segments=sum(segment.was_cached for segment in own),
             )
-            graph_passes.add_compilation(name, compilation)
         return dict(programs)
 
     return compile_graphs

@@ -21,7 +21,7 @@ from titan_lite.compile.errors import compile_errors
 from titan_lite.compile.graph import placeholders, results_of
 from titan_lite.compile.joint import TraceSettings
 from titan_lite.compile.model_graph import ModelGraphs, compose
-from titan_lite.compile.model_parts import TraceableModel, Value, trace_parts
+from titan_lite.compile.model_parts import TraceableModel, Value, described, trace_parts
 from titan_lite.compile.segments import BoxedFunction
 from titan_lite.config import Compile
 from titan_lite.dtensor import as_shard_of, local
@@ -72,7 +72,7 @@ class CompiledModel:
         self.backend = backend
         self.signature = inspect.signature(traceable.model.forward)
         self.graphs: dict[Hashable, CompiledGraphs] = {}  # by what they depend on
-        self.second_halves: SecondHalves | None = None  # within `first_halves`
+        self.second_halves: list[SecondHalf] | None = None  # within `first_halves`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         arguments = {
@@ -146,27 +146,16 @@ class CompiledModel:
         return CompiledGraphs(graphs.inputs, stride, run[name], run.get("backward"), halves)
 
     @contextmanager
-    def first_halves(self) -> Iterator["SecondHalves"]:
+    def first_halves(self) -> Iterator["list[SecondHalf]"]:
         """Return a context in which a backward makes the gradient of the model's argument alone.
 
-        It yields what is left to do.
+        It yields what is left to do, of each backward in it.
         """
-        self.second_halves = SecondHalves()
+        self.second_halves = []
         try:
             yield self.second_halves
         finally:
             self.second_halves = None
-
-
-def described(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return what graphs depend on of an argument."""
-    return (
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
 
 
 @dataclass(frozen=True)
@@ -190,18 +179,6 @@ class SecondHalf:
                 weight.grad = as_shard_of(weight, gradient)
             else:
                 weight.grad = gradient
-
-
-class SecondHalves:
-    """The second halves of the backwards that ran in one context of `first_halves`."""
-
-    def __init__(self) -> None:
-        self.left: list[SecondHalf] = []
-
-    def run(self) -> None:
-        """Compute the gradients of weights, and add them to `.grad`. It can run once."""
-        while self.left:
-            self.left.pop(0).run()
 
 
 class _RunContext(FunctionCtx):
@@ -238,7 +215,7 @@ class _Run(torch.autograd.Function):
         values.append(with_stride(gradient, ctx.graphs.output_stride))
         if ctx.model.second_halves is not None:
             gradients, second_half = run_first_half(ctx, values)
-            ctx.model.second_halves.left.append(second_half)
+            ctx.model.second_halves.append(second_half)
         else:
             assert ctx.graphs.backward is not None, "backward always runs in halves"
             gradients = ctx.graphs.backward(values)

@@ -24,7 +24,6 @@ from titan_lite.compile.passes.order_activations import order_activation_collect
 from titan_lite.compile.passes.reordering import overlap_collectives
 from titan_lite.compile.rank_agreement import check_same_order
 from titan_lite.compile.report import (
-    Compilation,
     CompileReport,
     copied_by_buckets,
     count_collectives,
@@ -124,16 +123,24 @@ class GraphPasses:
         )
         self.reports.append(report)
 
-    def add_compilation(self, name: str, compilation: Compilation) -> None:
-        """Add what a backend reports to the last report on the graph `name`."""
+    def add_compilation(
+        self,
+        name: str,
+        *,
+        seconds: float,
+        segments: int,
+        different_segments: int,
+        cached_segments: int,
+    ) -> None:
+        """Add what a backend tells of the last graph `name`, as in CompileReport."""
         index = max(i for i, report in enumerate(self.reports) if report.graph == name)
         report = self.reports[index]
         self.reports[index] = dataclasses.replace(
             report,
-            compile_seconds=report.pass_seconds + compilation.seconds,
-            segments=compilation.segments,
-            different_segments=compilation.different_segments,
-            cached_segments=compilation.cached_segments,
+            compile_seconds=report.pass_seconds + seconds,
+            segments=segments,
+            different_segments=different_segments,
+            cached_segments=cached_segments,
         )
 
     def dump(self, graph: Graph, file_name: str) -> None:

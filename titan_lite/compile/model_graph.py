@@ -42,7 +42,6 @@ class ModelGraphs:
     # if the output has no gradient.
     backward: GraphModule | None
     halves: BackwardHalves | None
-    different_blocks: int  # that were traced
 
     @property
     def has_gradients(self) -> bool:
@@ -61,7 +60,7 @@ def compose(parts: ModelParts, full_backward: bool = True) -> ModelGraphs:
         backward = _Backward(parts, forward).module()
     if makes_output.halves is not None:
         halves = _Backward(parts, forward, first_half=True).halves()
-    return ModelGraphs(forward.inputs, forward.module, backward, halves, parts.different_blocks)
+    return ModelGraphs(forward.inputs, forward.module, backward, halves)
 
 
 class _GrowingGraph:

@@ -5,6 +5,7 @@
 model_graph.py makes the graphs of the model from copies of these.
 """
 
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -128,15 +129,6 @@ class Part:
     def differentiable(self) -> list[Value]:
         """The results that have a gradient, in the order in which backward takes it."""
         return [self.results[index] for index in self.traced.differentiable]
-
-
-@dataclass(frozen=True)
-class BlockKind:
-    """All that the graphs of a block depend on."""
-
-    modules: Sequence[tuple[str, type, Mapping[str, object]]]  # name, class and attributes
-    weights: Mapping[str, object]  # by name within the block
-    tensors: Sequence[tuple[object, ...]]  # of its inputs: shape, stride, dtype, ...
 
 
 @dataclass(frozen=True)
@@ -289,7 +281,7 @@ class _Tracer:
         self.block_arguments: BlockArguments | None = None  # None: there are no blocks
         self.hidden: Tensor  # fake, that enters the next block
         self.shared: dict[Value, Tensor] = {}  # fake, that all blocks read
-        self.traced: list[tuple[BlockKind, Block]] = []  # a block of each kind
+        self.traced: list[tuple[tuple[object, ...], Block]] = []  # a block of each kind
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor like this rank's part of `tensor`."""
@@ -400,7 +392,7 @@ class _Tracer:
             block = replace(alike[0], fqn=fqn)
         else:
             traced = trace(
-                _BlockCall(self, list(inputs), module, self.block_arguments),
+                functools.partial(self.call_block, module, list(inputs)),
                 list(inputs.values()),
                 self.mode,
                 self.settings,
@@ -412,6 +404,20 @@ class _Tracer:
         self.hidden = fake_results(block.part)[HIDDEN]
         return block
 
+    def call_block(
+        self, module: nn.Module, values: Sequence[Value], *tensors: Tensor
+    ) -> list[Tensor]:
+        """Call a block with tensors in place of `values`."""
+        assert self.block_arguments is not None
+        given = dict(zip(values, tensors, strict=True))
+        others = [
+            given[other] if isinstance(other, Value) else other
+            for other in self.block_arguments.others
+        ]
+        with self.reading(given):
+            arguments = pytree.tree_unflatten(others, self.block_arguments.tree)
+            return [module(given[HIDDEN], *arguments)]
+
     def part(
         self, traced: TracedFunction, inputs: Mapping[Value, Tensor], results: Sequence[Value]
     ) -> Part:
@@ -420,26 +426,29 @@ class _Tracer:
             halves = self.settings.split_backward(traced, list(inputs))
         return Part(traced, list(inputs), results, halves)
 
-    def kind_of(self, block: nn.Module, inputs: Mapping[Value, Tensor]) -> BlockKind:
-        described = self.weights.described(list(block.modules()))
+    def kind_of(self, block: nn.Module, inputs: Mapping[Value, Tensor]) -> tuple[object, ...]:
+        """Return all that the graphs of a block depend on: modules, weights and inputs."""
+        modules = [
+            (name, type(module), attributes_of(module)) for name, module in block.named_modules()
+        ]
         prefix = f"{self.fqns[block]}."
-        return BlockKind(
-            modules=[
-                (name, type(module), attributes_of(module))
-                for name, module in block.named_modules()
-            ],
-            weights={fqn.removeprefix(prefix): value for fqn, value in described.items()},
-            tensors=[
-                (
-                    tensor.shape,
-                    tensor.stride(),
-                    tensor.dtype,
-                    tensor.device,
-                    tensor.requires_grad,
-                )
-                for tensor in inputs.values()
-            ],
+        weights = self.weights.described(list(block.modules()))
+        return (
+            modules,
+            {fqn.removeprefix(prefix): value for fqn, value in weights.items()},
+            [described(tensor) for tensor in inputs.values()],
         )
+
+
+def described(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return what graphs depend on of an argument."""
+    return (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
 
 
 def attributes_of(module: nn.Module) -> dict[str, object]:
@@ -493,27 +502,3 @@ class OuterCall:
     results: Mapping[Value, Tensor]  # the output and what blocks read, without what was given
     output: Value
     block_arguments: BlockArguments | None  # None: there are no blocks
-
-
-class _BlockCall:
-    """A block, as a function of tensors."""
-
-    def __init__(
-        self,
-        tracer: _Tracer,
-        values: Sequence[Value],
-        block: nn.Module,
-        arguments: BlockArguments,
-    ):
-        self.tracer = tracer
-        self.values = values  # of the arguments
-        self.block = block
-        self.arguments = arguments
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        given = dict(zip(self.values, tensors, strict=True))
-        others = [
-            given[other] if isinstance(other, Value) else other for other in self.arguments.others
-        ]
-        with self.tracer.reading(given):
-            return [self.block(given[HIDDEN], *pytree.tree_unflatten(others, self.arguments.tree))]

@@ -75,16 +75,6 @@ class CompileReport:
     pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """A backend's report on the compilation of a graph."""
-
-    seconds: float
-    segments: int  # as in CompileReport
-    different_segments: int
-    cached_segments: int
-
-
 def count_collectives(graph: Graph) -> dict[str, int]:
     """Return the number of parameters' collectives by kind."""
     return dict(Counter(map(kind_of, parameter_collectives(graph))))

@@ -1,7 +1,7 @@
 """Recipes: the keys that there are, and how a file and the command line become a checked Config.
 
-sections.py has the keys, load.py reads them, help.py prints
-them. Imports no torch.
+sections.py has the keys, load.py reads them, help.py prints them. The names below are for imports
+from titan_lite.config. Imports no torch.
 """
 
 from titan_lite.config.batch_sizes import gradient_accumulation_steps
@@ -22,7 +22,6 @@ from titan_lite.config.sections import (
     DataSource,
     Debug,
     FaultTolerance,
-    Job,
     LRScheduler,
     Metrics,
     Model,
@@ -35,40 +34,3 @@ from titan_lite.config.sections import (
     flatten,
     is_unset,
 )
-
-__all__ = [
-    "KEYS",
-    "KEYS_OF_MODULES",
-    "SECTIONS",
-    "SHIPPED",
-    "ActivationCheckpoint",
-    "Checkpoint",
-    "Comm",
-    "Compile",
-    "Config",
-    "ConfigError",
-    "Corpus",
-    "Data",
-    "DataSource",
-    "Debug",
-    "FaultTolerance",
-    "Job",
-    "LRScheduler",
-    "Metrics",
-    "Model",
-    "Optimizer",
-    "Parallelism",
-    "Profiling",
-    "Training",
-    "Validation",
-    "base_of",
-    "changes_of",
-    "find_recipe",
-    "flatten",
-    "gradient_accumulation_steps",
-    "is_unset",
-    "load_config",
-    "read_config",
-    "save_recipe",
-    "to_toml",
-]

@@ -31,6 +31,12 @@ class Effect(Enum):
     NOTED = "changed"
 
 
+# The key of [checkpoint] without which an effect is an error, and what the key does.
+ACCEPTED_BY = {
+    Effect.RESTARTS_DATA: ("restart_data", "starts the recipe's data at its first document"),
+    Effect.RESTARTS_OPTIMIZER: ("accept_model_only", "starts with moments of zero"),
+}
+
 RestartsData = Annotated[T, Effect.RESTARTS_DATA]  # other documents, or in another order
 RestartsOptimizer = Annotated[T, Effect.RESTARTS_OPTIMIZER]  # its state does not fit
 Rounding = Annotated[T, Effect.ROUNDING]  # the same sums by other kernels or in another order

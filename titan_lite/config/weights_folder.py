@@ -32,17 +32,8 @@ TOKENIZER_FILES = (  # in a Hugging Face folder; the first two are tokenizers
 
 def folder_kind(folder: Path) -> str:
     """Return the kind of a folder that has weights itself, or ""."""
-    if _has_any(folder, manifest.NAME, STATE):
-        return STEP
-    if _has_any(folder, METADATA):
-        return TORCHTITAN
-    if _has_any(folder, CONFIG):
-        return HUGGING_FACE
-    return ""
-
-
-def _has_any(folder: Path, *names: str) -> bool:
-    return any((folder / name).is_file() for name in names)
+    kinds = {manifest.NAME: STEP, STATE: STEP, METADATA: TORCHTITAN, CONFIG: HUGGING_FACE}
+    return next((kind for name, kind in kinds.items() if (folder / name).is_file()), "")
 
 
 def why_not_weights(path: Path) -> str:

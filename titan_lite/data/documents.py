@@ -31,7 +31,7 @@ from titan_lite.data.corpora import (
 from titan_lite.data.files import Piece, read_piece, text_of
 from titan_lite.data.listing import Listing, list_sources
 from titan_lite.data.outputs import PREPARED
-from titan_lite.data.prepared import PreparedCorpus, PreparedDocuments
+from titan_lite.data.prepared import PreparedCorpus
 from titan_lite.data.stdlib import Stdlib
 from titan_lite.logging import telling_if_slow
 
@@ -238,10 +238,10 @@ def build_source(data: Data, *, split: Split, seed: int, listing: Listing | None
         return StdlibSource(data, split, seed, listing.stdlib)
     if data.dataset != "prepared":
         return PiecewiseSource(data, split, seed, open_corpus(data, split, listing))
-    documents = PreparedDocuments(data, listing.prepared, split)
-    if documents.is_from_hub and split == "validation":
+    corpus = PreparedCorpus(data, listing.prepared, split)
+    if corpus.is_from_hub and split == "validation":
         data = data.replace(shuffle=False)  # as `build_loader` reads the hub
-    return PiecewiseSource(data, split, seed, PreparedCorpus(documents))
+    return PiecewiseSource(data, split, seed, corpus)
 
 
 def check_data(data: Data, listings: Sequence[Listing] | None = None) -> None:

@@ -5,7 +5,7 @@
                       validation split of its own, train/ and validation/
 
     data = Data(dataset="prepared", path="prepared/books")
-    prepared = PreparedDocuments(data, read_prepared(Path(data.path)), split="train")
+    prepared = PreparedCorpus(data, read_prepared(Path(data.path)), split="train")
     prepared.tokens(7)                          # of document 7, memory-mapped
 
 A row of the table is a document, in the order of the files: its name, the bytes that it had in the
@@ -87,8 +87,12 @@ class _Batch(NamedTuple):
     tokens: np.ndarray
 
 
-class PreparedDocuments:
-    """The documents of a prepared folder, or those of one split, memory-mapped."""
+class PreparedCorpus:
+    """The documents of a prepared folder, or those of one split, memory-mapped; in the pieces of
+    the files or shards that they come from.
+
+    A document's position is its index, and nothing of it is read before it is wanted.
+    """
 
     def __init__(self, data: Data, info: PreparedInfo, split: Split):
         """info: content of prepared.json."""
@@ -99,37 +103,38 @@ class PreparedDocuments:
         self.split_by_name = split not in info.parts
         name = BOTH_SPLITS if self.split_by_name else split
         part = info.parts[name]
-        self.piece_sizes = part.piece_sizes
-        self.piece_documents = part.piece_documents
         self.amount = f"{part.documents:,} documents, {part.tokens:,} tokens"
         table = datasets.load_from_disk(str(folder / name)).data
         self._columns = [table.column(column).chunks for column in ("name", "size", "tokens")]
         lengths = [len(chunk) for chunk in self._columns[0]]
         self._firsts = [0, *itertools.accumulate(lengths)]  # of each batch, and the end of the last
-        if len(self) != part.documents:
+        if self._firsts[-1] != part.documents:
             raise ConfigError(
                 f'{data.key("path")} = "{folder}": {PREPARED} has {part.documents:,} documents, and'
-                f" {folder / name} {len(self):,}; {_FIX}"
+                f" {folder / name} {self._firsts[-1]:,}; {_FIX}"
             )
         self._batches: dict[int, _Batch] = {}
+        self.pieces: list[Piece] = []
+        start = 0
+        for size, count in zip(part.piece_sizes, part.piece_documents, strict=True):
+            self.pieces.append(Piece("prepared", "", size, start, start + count))
+            start += count
 
-    def __len__(self) -> int:
-        return self._firsts[-1]
+    def read(self, piece: Piece) -> Iterator[tuple[int, None]]:
+        return ((index, None) for index in range(piece.start, piece.end))
 
-    def name(self, index: int) -> str:
-        batch = self._batch(index)
-        return batch.names[index - batch.first].as_py()
+    def name(self, piece: Piece, position: int) -> str:
+        batch = self._batch(position)
+        return batch.names[position - batch.first].as_py()
 
-    def size(self, index: int) -> int:
-        """Return the bytes that the document had in the shuffle buffer."""
-        batch = self._batch(index)
-        return batch.sizes[index - batch.first]
+    def size(self, position: int, raw: object) -> int:
+        batch = self._batch(position)
+        return batch.sizes[position - batch.first]
 
-    def tokens(self, index: int) -> np.ndarray | None:
-        """Return the tokens of a document, None if it was bad."""
-        batch = self._batch(index)
-        start = batch.starts[index - batch.first]
-        end = batch.starts[index - batch.first + 1]
+    def document(self, piece: Piece, position: int, raw: object) -> np.ndarray | None:
+        batch = self._batch(position)
+        start = batch.starts[position - batch.first]
+        end = batch.starts[position - batch.first + 1]
         return batch.tokens[start:end] if start < end else None
 
     def _batch(self, index: int) -> _Batch:
@@ -147,35 +152,6 @@ class PreparedDocuments:
                 tokens=tokens.values.to_numpy(),
             )
         return self._batches[number]
-
-
-class PreparedCorpus:
-    """Prepared documents in the pieces of the files or shards that they come from.
-
-    A document's position is its index, and nothing of it is read before it is wanted.
-    """
-
-    def __init__(self, documents: PreparedDocuments):
-        self.documents = documents
-        self.split_by_name = documents.split_by_name
-        self.amount = documents.amount
-        self.pieces = []
-        start = 0
-        for size, count in zip(documents.piece_sizes, documents.piece_documents, strict=True):
-            self.pieces.append(Piece("prepared", "", size, start, start + count))
-            start += count
-
-    def read(self, piece: Piece) -> Iterator[tuple[int, None]]:
-        return ((index, None) for index in range(piece.start, piece.end))
-
-    def name(self, piece: Piece, position: int) -> str:
-        return self.documents.name(position)
-
-    def size(self, position: int, raw: object) -> int:
-        return self.documents.size(position)
-
-    def document(self, piece: Piece, position: int, raw: object) -> np.ndarray | None:
-        return self.documents.tokens(position)
 
 
 def read_prepared(folder: Path, key: str = "data.path", every_byte: bool = False) -> PreparedInfo:

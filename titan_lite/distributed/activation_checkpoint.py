@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,6 @@ from titan_lite.collectives import collectives, tracing
 from titan_lite.distributed.specialize import specialize
 from titan_lite.models.attention import OPERATOR as ATTENTION_WITHIN_DOCUMENTS
 from titan_lite.models.experts import CHOICE, GROUPED_GEMM, routers_of
-
-if TYPE_CHECKING:  # with Inductor, a second to import
-    from titan_lite.compile.joint import CheckpointRule
 
 aten = torch.ops.aten
 
@@ -138,15 +134,10 @@ class Kept:
     last_matmul: int = 0
     choices: bool = False  # of experts, in any case: recomputation must not route again
 
-    def new_rule(self) -> "CheckpointRule":
-        """Return the policy of one forward of a block, or of its recomputation."""
-        return KeepExpensive(self) if self.expensive else keep_choices
-
 
 def selective_contexts(kept: Kept) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of a block's forward and of its recomputation."""
-    of_forward = kept.new_rule()
-    of_recomputation = kept.new_rule()
+    of_forward, of_recomputation = KeepResults(kept), KeepResults(kept)
 
     def policy(
         context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
@@ -156,9 +147,9 @@ def selective_contexts(kept: Kept) -> tuple[AbstractContextManager, AbstractCont
     return create_selective_checkpoint_contexts(policy)
 
 
-class KeepExpensive:
+class KeepResults:
     """A policy of activation checkpointing for one forward of a block, or its recomputation: keep
-    results of EXPENSIVE operators.
+    which experts were chosen, and results of EXPENSIVE operators if `kept` says so.
     """
 
     def __init__(self, kept: Kept):
@@ -174,22 +165,15 @@ class KeepExpensive:
         is_skipped = self.matmuls == self.kept.last_matmul
         if self.kept.every_second and is_matmul and self.matmuls % 2 == 0:
             is_skipped = True
-        if operator in EXPENSIVE and not is_skipped:
+        if self.kept.expensive and operator in EXPENSIVE and not is_skipped:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_choices(operator: OpOverload) -> CheckpointPolicy:
-    """The policy of full activation checkpointing: keep the block's input alone, and which experts
-    it chose.
-    """
-    return CheckpointPolicy.MUST_SAVE if operator is CHOICE else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def checkpoint_rule(block: nn.Module) -> "CheckpointRule | None":
+def checkpoint_rule(block: nn.Module) -> KeepResults | None:
     """Return what is kept of one forward of a block; None: the block is not checkpointed."""
     kept: Kept | None = block.__dict__.get("_kept")
-    return None if kept is None else kept.new_rule()
+    return None if kept is None else KeepResults(kept)
 
 
 def checkpointable(cls: type[nn.Module]) -> dict[str, object]:

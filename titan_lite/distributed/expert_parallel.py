@@ -37,12 +37,9 @@ from titan_lite.models.transformer import Transformer
 def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     """Split the experts of `model` over the one-axis `mesh` in place; FQNs do not change.
 
-    Does nothing for a mesh of one rank. Its size divides the number of experts. Parameters become
-    DTensors on `mesh`; those on the meta device stay there. Raises ConfigError for experts of
-    another class than Experts.
+    The mesh's size divides the number of experts. Parameters become DTensors on `mesh`; those on
+    the meta device stay there. Raises ConfigError for experts of another class than Experts.
     """
-    if mesh.size() == 1:
-        return
     check_experts(model)
     axis = axis_of(mesh)
     for module in model.modules():

@@ -28,15 +28,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.collectives import all_gather
 from titan_lite.config import ConfigError
 from titan_lite.distributed.context_parallel import whole_sequences
-from titan_lite.distributed.layout import AXES
 from titan_lite.distributed.parallelize import ParallelModel
 from titan_lite.distributed.pipeline import Pipeline
-from titan_lite.distributed.process_group import all_gather_objects
+from titan_lite.distributed.process_group import all_gather_objects, max_over_ranks
 from titan_lite.distributed.tensor_parallel import all_tokens_on_each_rank, axis_of
 from titan_lite.models.decoder import Decoder, Sampling, decoding
 from titan_lite.sharding import chunk_size
@@ -157,8 +155,8 @@ def _generate_batch(  # noqa: PLR0913  what `generate` was asked for
     choose: logits (B, V) -> a token for each prompt. ends: (index, new tokens) -> True if a text is
     complete. interrupted: as in `generate`.
     """
-    mesh, device = model.mesh, model.device
-    width = _largest(max(map(len, prompts), default=1), mesh, device)
+    device = model.device
+    (width,) = max_over_ranks(max(map(len, prompts), default=1))
     padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     padded += [[0] * width] * (rows - len(prompts))
     lengths = [*map(len, prompts), *[width] * (rows - len(prompts))]
@@ -189,7 +187,7 @@ def _generate_batch(  # noqa: PLR0913  what `generate` was asked for
                     open_rows.remove(row)
             # 3: there is no token; 2: stop; 1: go on; 0: all texts of all ranks are complete
             state = 2 if interrupted() else int(bool(open_rows))
-            state = _largest(3 if NO_NUMBER in chosen else state, mesh, device)
+            (state,) = max_over_ranks(3 if NO_NUMBER in chosen else state)
             if state == 2:
                 raise GenerationStopped
             if state == 3:
@@ -237,12 +235,3 @@ def _all_logits(model: ParallelModel, logits: Tensor) -> Tensor:
     entries = chunk_size(vocab_size, tp.degree)
     by_entry = F.pad(own, (0, entries - own.shape[1])).t().contiguous()  # the last may have fewer
     return all_gather(by_entry, tp.degree, tp.group)[:vocab_size].t()
-
-
-def _largest(value: int, mesh: DeviceMesh, device: torch.device) -> int:
-    """Return the largest value of all ranks."""
-    largest = torch.tensor(value, device=device)
-    for axis in AXES:
-        if mesh[axis].size() > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return int(largest)

@@ -9,7 +9,7 @@ The trainer, the planner, `verify` and the parity tests all call this.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -202,7 +202,7 @@ def parallelize(
     """
     compiled = config.compile.enable
     tp = axis_of(mesh["tp"])
-    loss = build_loss(config, layout, mesh)
+    loss = Loss(VocabularyShard(layout.model.vocab_size, tp), chunk=layout.loss_chunk)
     positions = own_positions(layout.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     shard_mesh = parameter_mesh(mesh)
     mesh_of_experts = None
@@ -261,15 +261,6 @@ def kept_gathered(parallelism: Parallelism) -> tuple[str, ...] | None:
     if parallelism.fsdp_reshard_after_forward == "always":
         return ()
     return parallelism.fsdp_keep_gathered
-
-
-def build_loss(
-    config: Config, layout: Layout, mesh: DeviceMesh
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the loss of the recipe (models/loss.py). It is a part of a compiled model's graph."""
-    tp = axis_of(mesh["tp"])
-    vocabulary = VocabularyShard(layout.model.vocab_size, tp)
-    return Loss(vocabulary, chunk=layout.loss_chunk)
 
 
 def build_graph_passes(

@@ -33,7 +33,7 @@ from titan_lite.distributed.stage import Stage
 from titan_lite.models.shapes import module_fqns
 
 if TYPE_CHECKING:  # with Inductor, a second to import
-    from titan_lite.compile.compiled_model import SecondHalves
+    from titan_lite.compile.compiled_model import SecondHalf
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -90,18 +90,6 @@ class MicrobatchShapes:
     hidden: tuple[int, int, int]  # (B, t, C): sent between stages
     dtype: torch.dtype  # of hidden states
 
-    def meta_input(self) -> Tensor:
-        """Return the input of the first stage, without data."""
-        return torch.empty(self.tokens, dtype=torch.int64, device="meta")
-
-    def meta_hidden(self) -> Tensor:
-        """Return what is sent between stages, without data."""
-        return torch.empty(self.hidden, dtype=self.dtype, device="meta", requires_grad=True)
-
-    def meta_losses(self) -> Tensor:
-        """Return what the last stage returns, without data: the loss of each sequence, (B,)."""
-        return torch.empty(self.tokens[0], device="meta", requires_grad=True)
-
 
 class Pipeline:
     """This rank's stages, and torch's schedule that runs them.
@@ -143,13 +131,16 @@ class Pipeline:
     def _torch_stage(self, number: int) -> PipelineStage:
         shapes = self.shapes
         is_last = number == self.last_stage
+        tokens = torch.empty(shapes.tokens, dtype=torch.int64, device="meta")
+        hidden = torch.empty(shapes.hidden, dtype=shapes.dtype, device="meta", requires_grad=True)
+        losses = torch.empty(shapes.tokens[0], device="meta", requires_grad=True)  # of sequences
         return _TorchStage(
             _StageModule(self.stages[number]),
             number,
             self.last_stage + 1,
             self.device,
-            input_args=shapes.meta_input() if number == 0 else shapes.meta_hidden(),
-            output_args=shapes.meta_losses() if is_last else shapes.meta_hidden(),
+            input_args=tokens if number == 0 else hidden,
+            output_args=losses if is_last else hidden,
             group=self.group,
         )
 
@@ -286,8 +277,9 @@ class _TorchStage(PipelineStage):
             with stage.compiled.first_halves() as left:
                 of_input, _ = backward("full", bwd_kwargs, last_backward)
             return of_input, left  # type: ignore[return-value]
-        second_halves: SecondHalves = bwd_kwargs["param_groups"]
-        second_halves.run()
+        second_halves: list[SecondHalf] = bwd_kwargs["param_groups"]
+        while second_halves:
+            second_halves.pop(0).run()
         return (), None
 
 

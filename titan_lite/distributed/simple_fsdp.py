@@ -34,10 +34,10 @@ the number of tokens of all ranks.
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,42 +59,6 @@ from titan_lite.distributed.step_gather import (
 from titan_lite.dtensor import as_shard_of, local
 from titan_lite.models.fqns import is_in_block, is_of_experts, parameters_within
 from titan_lite.sharding import chunk_range
-
-
-class Gatherer(Protocol):
-    """Decides when the collectives of a parameter run."""
-
-    def read(self, parameter: nn.Parameter, spec: ShardSpec) -> Weight:
-        """Return the full weight of a parameter, in param_dtype or as its Transport says; its
-        backward reduces the gradient.
-        """
-        ...
-
-
-class EagerGatherer(Gatherer, Protocol):
-    """The Gatherer of a model in eager mode."""
-
-    def leaf(self, parameter: nn.Parameter, spec: ShardSpec) -> Tensor:
-        """Return the tensor that autograd accumulates the gradient of a parameter into."""
-        ...
-
-    def take_gradients(self) -> None:
-        """Take the gradients of all leaves, after a backward that has set `.grad` and run no
-        hooks.
-        """
-        ...
-
-
-class GraphReader(Protocol):
-    """Reads parameters from the inputs of a graph."""
-
-    def graph_inputs(self, parameter: nn.Parameter, spec: ShardSpec) -> tuple[Tensor, ...]:
-        """Return the tensors that graphs have as inputs for a parameter."""
-        ...
-
-    def read_inputs(self, inputs: Sequence[Tensor], spec: ShardSpec) -> Weight:
-        """Return the full weight, given what stands for `graph_inputs`."""
-        ...
 
 
 class ShardedParameters(NamedTuple):
@@ -135,8 +99,13 @@ def _reduce(gradient: Tensor, spec: ShardSpec, shard: Tensor) -> Tensor:
     return spec.finish_reduce(spec.start_reduce(gradient)).to(shard.dtype)
 
 
+# What graphs have as inputs; the last one in a plan of eager mode.
+GraphReader = ShardReader | StepReader | OncePerStepGatherer
+EagerGatherer = PrefetchGatherer | OncePerStepGatherer
+
+
 class TracedGatherer:
-    """The Gatherer of a model, or of a part of it, that is traced by one call.
+    """Reads the parameters of a model, or of a part of it, that is traced by one call.
 
     A block may use a weight several times, such as one norm for queries and keys. The graph has one
     read of it, and autograd adds up the gradients of its uses. With a read for each use, the graph
@@ -183,14 +152,14 @@ class Sharding:
         self.traced: TracedGatherer | None = None  # within `reading` alone
 
     @property
-    def gatherer(self) -> Gatherer:
+    def gatherer(self) -> "EagerGatherer | TracedGatherer":
         """The gatherer of a read."""
         return self.eager if self.traced is None else self.traced
 
     @property
-    def variant(self) -> Hashable:
+    def variant(self) -> str:
         """The reader that has made the inputs of graphs, on which these depend beside arguments."""
-        return type(self.reader)
+        return type(self.reader).__name__
 
     @property
     def kept(self) -> frozenset[str] | None:

@@ -216,7 +216,9 @@ class StepReader:
             weights = bucket.weights_of(tables)
             finish = functools.partial(self._finish_gathers, len(self.buckets))
             for weight in weights:
-                self.arrivals.append(_Arrival.of(weight, finish))
+                arrival = _Arrival(finish)
+                _register_work(weight, arrival)
+                self.arrivals.append(arrival)
             self.buckets.append(_BucketGather(bucket, tables))
         else:
             weights = bucket.finish_gather(bucket.start_gather())
@@ -298,16 +300,6 @@ class _Arrival(Work):
     def __init__(self, finish: functools.partial[None]):
         super().__init__()
         self.finish = finish
-
-    @classmethod
-    def of(cls, weight: Tensor, finish: functools.partial[None]) -> "_Arrival":
-        """Make the next `wait_tensor` on the storage of `weight` call `finish`.
-
-        The caller keeps the result until then.
-        """
-        arrival = cls(finish)
-        _register_work(weight, arrival)
-        return arrival
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self.finish()

@@ -35,7 +35,6 @@ from titan_lite.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from titan_lite.config import ConfigError
 from titan_lite.config.errors import shown
 from titan_lite.config.families import (
-    ModelConfig,
     Shape,
     attention_parameters,
     feed_forward_parameters,
@@ -172,7 +171,8 @@ def check_styles(model: Transformer, family: str) -> None:
     What a style does to shapes shows when a block runs (features/own_family/).
     """
     own = find_family(family).styles
-    usual = _usual_shapes(model.config)
+    # what the styles of STYLES are for, by its name within a block
+    usual = attention_parameters(model.config) | feed_forward_parameters(model.config)
     for name, parameter in model.named_parameters():
         fqn = name.rpartition(".")[0]
         module = re.sub(r"^layers\.\d+\.", "", fqn)
@@ -206,11 +206,6 @@ def check_styles(model: Transformer, family: str) -> None:
                 " torch.nn.Linear; do the rest in the module around it,"
                 f" {otherwise}"
             )
-
-
-def _usual_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shapes within a block that the styles of STYLES are for, by name."""
-    return attention_parameters(config) | feed_forward_parameters(config)
 
 
 def _no_style(name: str, family: str) -> ConfigError:

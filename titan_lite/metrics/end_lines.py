@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_lite.compile.report import CompileReport, describe, write_reports
 from titan_lite.logging import logger
-from titan_lite.metrics.goodput import time_spent
+from titan_lite.metrics.goodput import goodput_line, time_spent
 from titan_lite.metrics.run_files import last_start, read_metrics
 from titan_lite.metrics.timelines import write_timelines
 
@@ -52,7 +52,7 @@ def end_lines(dump_folder: Path, end: RunEnd) -> list[str]:
     metrics = read_metrics(path)
     lines = [ending(end, metrics)]
     lines += speed(metrics, since=last_start(path))
-    lines += filter(None, [time_spent(dump_folder, end.replica_groups).describe()])
+    lines += filter(None, [goodput_line(time_spent(dump_folder, end.replica_groups))])
     saved = ", ".join(f"step-{step}" for step in end.saved_steps)
     lines.append(f"checkpoints: {saved or 'none'}")
     folder = shlex.quote(str(dump_folder))

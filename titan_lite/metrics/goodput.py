@@ -1,7 +1,7 @@
 """Say which share of a run's time went into productive steps, and where the rest went.
 
-    spent = time_spent(folder, groups=1)
-    spent.describe()     # "goodput: 91.2% of 3.2 h in productive steps; start 4.1%, saving 3.0%"
+    spent = time_spent(folder, groups=1)    # {"productive steps": 10_600.0, ...}
+    goodput_line(spent)  # "goodput: 91.2% of 3.2 h in productive steps; start 4.1%, saving 3.0%"
 
 The times are those of metrics.jsonl and events.jsonl, over all starts of the run:
 
@@ -33,33 +33,19 @@ COUNTED = "productive steps"
 LEAST_SHARE = 5e-4  # of a cause that is named
 
 
-@dataclass(frozen=True)
-class TimeSpent:
-    """The seconds of a run by what they went into."""
-
-    seconds: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    @property
-    def goodput(self) -> float:
-        """Share of the time that went into productive steps; 0 if there are none."""
-        return self.seconds[COUNTED] / self.total if self.total else 0.0
-
-    def describe(self) -> str:
-        """Return a line; "" without a step."""
-        if not self.seconds[COUNTED]:
-            return ""
-        shares = {cause: seconds / self.total for cause, seconds in self.seconds.items()}
-        line = f"goodput: {shares.pop(COUNTED):.1%} of {duration(self.total)} in {COUNTED}"
-        lost = [
-            f"{cause} {share:.1%}"
-            for cause, share in sorted(shares.items(), key=lambda item: -item[1])
-            if share > LEAST_SHARE
-        ]
-        return f"{line}; {', '.join(lost)}" if lost else line
+def goodput_line(spent: Mapping[str, float]) -> str:
+    """Return what `time_spent` returns in a line; "" without a step."""
+    if not spent[COUNTED]:
+        return ""
+    total = sum(spent.values())
+    shares = {cause: seconds / total for cause, seconds in spent.items()}
+    line = f"goodput: {shares.pop(COUNTED):.1%} of {duration(total)} in {COUNTED}"
+    lost = [
+        f"{cause} {share:.1%}"
+        for cause, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share > LEAST_SHARE
+    ]
+    return f"{line}; {', '.join(lost)}" if lost else line
 
 
 def duration(seconds: float) -> str:
@@ -79,8 +65,11 @@ class _Window:
     groups: float  # that took part
 
 
-def time_spent(folder: Path, groups: int = 1) -> TimeSpent:
-    """Return the times of all starts of a run so far. groups: that it has if none is lost."""
+def time_spent(folder: Path, groups: int = 1) -> dict[str, float]:
+    """Return the seconds of all starts of a run so far, by what they went into.
+
+    groups: that it has if none is lost.
+    """
     spent: dict[str, float] = defaultdict(float)
     spent[COUNTED] = 0.0
     kept: list[_Window] = []
@@ -110,7 +99,7 @@ def time_spent(folder: Path, groups: int = 1) -> TimeSpent:
     wall_time, starts = _wall_time_and_starts(folder)
     spent["start"] += starts
     spent["not running"] = max(0.0, wall_time - sum(spent.values()))
-    return TimeSpent(dict(spent))
+    return dict(spent)
 
 
 def _without_start(attempt: list[_Window], spent: dict[str, float]) -> list[_Window]:

@@ -18,7 +18,7 @@ from titan_lite.compile.report import CompileReport, rank_timelines
 from titan_lite.distributed.axes import AXIS_NAMES
 
 if TYPE_CHECKING:
-    from titan_lite.cost.timeline import Span, Timeline
+    from titan_lite.cost.timeline import Timeline
 
 
 class TraceSpan(NamedTuple):
@@ -58,11 +58,6 @@ def write_timelines(reports: Sequence[CompileReport], folder: Path) -> None:
     write_trace(folder / "timeline.json", processes)
 
 
-def lane_of(span: Span) -> str:
-    """Return the lane of a span, whose group is the name of an axis."""
-    return AXIS_NAMES[span.group] if span.group else "computation"
-
-
 def lanes_of(timelines: Iterable[Timeline]) -> list[str]:
     """Return the lanes: computation, then the axes with communication."""
     groups = {span.group for timeline in timelines for span in timeline.spans}
@@ -71,16 +66,19 @@ def lanes_of(timelines: Iterable[Timeline]) -> list[str]:
 
 def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator[TraceSpan]:
     """Yield the spans of one graph after another."""
-    for timeline, offset in with_offsets(timelines):
+    offset = 0.0  # seconds of the graphs before
+    for timeline in timelines:
         for span in timeline.spans:
+            lane = AXIS_NAMES[span.group] if span.group else "computation"
             yield TraceSpan(
-                lane=lanes.index(lane_of(span)),
+                lane=lanes.index(lane),
                 category=timeline.graph,
                 name=span.name,
                 start=offset + span.start,
                 seconds=span.seconds,
                 arguments={"graph": timeline.graph, "exposed_us": 1e6 * span.exposed},
             )
+        offset += timeline.seconds
 
 
 def write_trace(path: Path, processes: Iterable[TraceProcess]) -> None:
@@ -109,11 +107,3 @@ def write_trace(path: Path, processes: Iterable[TraceProcess]) -> None:
             )
     trace = {"displayTimeUnit": "ms", "traceEvents": events}
     path.write_text(json.dumps(trace) + "\n", encoding="utf-8")
-
-
-def with_offsets(timelines: Sequence[Timeline]) -> Iterator[tuple[Timeline, float]]:
-    """Yield (timeline, seconds of those before it)."""
-    offset = 0.0
-    for timeline in timelines:
-        yield timeline, offset
-        offset += timeline.seconds

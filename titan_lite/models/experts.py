@@ -30,7 +30,7 @@ N tokens, R rows; I and O, the inner and the outer size of a matmul.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,15 +44,10 @@ from titan_lite.sinks import Sinks
 # --- Operators ------------------------------------------------------------------------------------
 
 
-class Load(Protocol):
-    """Takes what a router chooses in training."""
-
-    def add(self, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
-        """Take the results of a microbatch: (B, T, E), (B, T, K) and (B, E)."""
-        ...
-
-
-# The Load of each router. Without one, nothing is counted.
+# Takes what a router chooses of a microbatch in training: probabilities (B, T, E), choices
+# (B, T, K) and counts (B, E).
+Load = Callable[[Tensor, Tensor, Tensor], None]
+# That of each router. Without one, nothing is counted.
 LOADS = Sinks[Load]("titan_lite::choose_experts")
 # The rows that experts have needed in training at most, relative to their room: scalars, float64.
 # Only experts with a capacity are in it.
@@ -79,7 +74,7 @@ def choose_experts(probabilities: Tensor, bias: Tensor, k: int, fqn: str) -> tup
     experts = choices.flatten(1)
     counts.scatter_add_(1, experts, torch.ones_like(experts))
     if fqn in LOADS:
-        LOADS[fqn].add(probabilities, choices, counts)
+        LOADS[fqn](probabilities, choices, counts)
     return choices, counts
 
 

@@ -186,17 +186,9 @@ def _shapes_by(function: str, config: ModelConfig) -> Mapping[str, Shape]:
     return shapes
 
 
-def block_buffers(config: ModelConfig) -> Mapping[str, Shape]:
-    """Return the shapes of a block's buffers that are saved, by their names in it.
-
-    Raises ConfigError if the function of a user's own family fails.
-    """
-    return _shapes_by("block_buffers", config)
-
-
 def buffer_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shapes of the buffers that a step has beside parameters, by FQN."""
-    of_block = block_buffers(config)
+    """Return the shapes of the buffers that a checkpoint has beside parameters, by FQN."""
+    of_block = _shapes_by("block_buffers", config)
     return {
         f"layers.{layer}.{name}": shape
         for layer in range(config.n_layers)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_lite.config import KEYS, Config, changes_of
-from titan_lite.config.effects import Effect, effect_of
+from titan_lite.config.effects import ACCEPTED_BY, effect_of
 from titan_lite.config.errors import shown
 from titan_lite.rules.mistakes import Mistake, rule_of_keys
 
@@ -19,10 +19,6 @@ OF_RUN = (
     "checkpoint.initial_load_path",
     "fault_tolerance.",
 )
-ACCEPTED_BY = {
-    Effect.RESTARTS_DATA: "restart_data",
-    Effect.RESTARTS_OPTIMIZER: "accept_model_only",
-}
 
 
 @rule_of_keys
@@ -38,7 +34,7 @@ def a_phase_changes_what_a_resume_may_change(config: Config) -> Iterator[Mistake
             yield Mistake(key, line=line)
             continue
         effect = effect_of(KEYS[key], before.model_dump(), config.model_dump())
-        accepted = ACCEPTED_BY.get(effect)
+        accepted, _ = ACCEPTED_BY.get(effect, ("", ""))
         if accepted and not getattr(config.checkpoint, accepted):
             yield Mistake(
                 key,

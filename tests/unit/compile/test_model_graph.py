@@ -3,6 +3,7 @@ bit by bit, and one traced block for each kind.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ def test_halves_are_the_whole_to_the_bit(config, without, mode):
         assert set(nothing.values()) == {None}
         torch.testing.assert_close(gradients, of_input, rtol=0, atol=0)
         second_halves.append(second)
-    for half in second_halves:
+    for half in itertools.chain(*second_halves):
         half.run()
     for fqn, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, 2 * of_weights[fqn]), fqn

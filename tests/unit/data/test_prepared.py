@@ -22,7 +22,7 @@ from titan_lite.config import ConfigError, Data, load_config
 from titan_lite.config.errors import MachineError
 from titan_lite.data.documents import build_source
 from titan_lite.data.loader import build_loader
-from titan_lite.data.prepared import PreparedDocuments, read_prepared
+from titan_lite.data.prepared import PreparedCorpus, read_prepared
 from titan_lite.data.streams import merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.distributed.layout import Layout
@@ -89,9 +89,13 @@ def prepared(folder, **more):
 # What is written
 
 
-def test_a_row_is_a_document_with_its_name(corpus, folder):
-    documents = PreparedDocuments(prepared(folder), read_prepared(folder), "train")
-    rows = {documents.name(row): documents.tokens(row) for row in range(len(documents))}
+def test_a_row_is_a_document_with_its_name(folder):
+    corpus = PreparedCorpus(prepared(folder), read_prepared(folder), "train")
+    rows = {
+        corpus.name(piece, row): corpus.document(piece, row, raw)
+        for piece in corpus.pieces
+        for row, raw in corpus.read(piece)
+    }
     assert len(rows) == 162
     assert [name for name, tokens in rows.items() if tokens is None] == [
         f"a.jsonl:{len(lines(range(50)))}",
@@ -113,7 +117,7 @@ def test_a_large_vocabulary_has_larger_tokens(corpus, folder, tmp_path, monkeypa
     monkeypatch.setattr(TOKENIZER, "vocab_size", 1 << 16 | 1)
     prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
     one, other = (
-        PreparedDocuments(prepared(path), read_prepared(path), "train").tokens(7)
+        PreparedCorpus(prepared(path), read_prepared(path), "train").document(None, 7, None)
         for path in (folder, tmp_path / "p")
     )
     assert other.dtype == "uint32"
@@ -350,7 +354,7 @@ def test_a_deep_place_is_reached_at_once(folder, monkeypatch):
     start = next(source.documents(epoch * (2**61 - 1), lambda ordinal: True))[0]
     read = []
     monkeypatch.setattr(
-        source.corpus.documents, "tokens", lambda index: read.append(index) or index
+        source.corpus, "document", lambda piece, index, raw: read.append(index) or index
     )
     wanted = [ordinal for ordinal, _ in zip_some(source, start, lambda at: at % 8 == 3)]
     assert len(wanted) == len(read) == 3

@@ -46,7 +46,7 @@ class Count:
         self.calls = 0
         self.counts = 0
 
-    def add(self, probabilities, choices, counts):
+    def __call__(self, probabilities, choices, counts):
         self.calls += 1
         self.counts = self.counts + counts.sum(0)
 

@@ -200,7 +200,6 @@ def _divides(site: Site, chunks: int) -> bool:
 class _Chunks:
     """The nodes of a site in chunks, which nothing uses yet."""
 
-    site: Site
     starts: list[Node]  # collectives
     matmuls: list[Node]
     copies: list[Node]  # of chunks, made contiguous before a collective or a matmul
@@ -236,7 +235,7 @@ def _add_gathered_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
             matmuls.append(_multiply(graph, site, waits[-1], factor, size))
         all_tokens = _join_chunks(graph, site, waits, site.all_tokens, size)
         result = _join_chunks(graph, site, matmuls, site.matmul, size)
-    return _Chunks(site, starts, matmuls, copies, all_tokens, result)
+    return _Chunks(starts, matmuls, copies, all_tokens, result)
 
 
 def _add_reduced_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
@@ -262,7 +261,7 @@ def _add_reduced_chunks(graph: Graph, site: Site, chunks: int) -> _Chunks:
     with graph.inserting_before(wait_of(node)):
         waits = [add_call(graph, collectives.wait_tensor.default, start) for start in starts]
         result = add_call(graph, aten.cat.default, waits, 1)
-    return _Chunks(site, starts, matmuls, copies, None, result)
+    return _Chunks(starts, matmuls, copies, None, result)
 
 
 def _chunk_tokens(site: Site, chunks: int) -> int:

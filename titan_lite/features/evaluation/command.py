@@ -10,7 +10,7 @@ Needs titan_lite[evaluation].
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def build_model(config: Config, layout: Layout, weights: Weights) -> ParallelMod
     return model
 
 
-def show(values: dict[str, float]) -> None:
+def show(values: Mapping[str, float]) -> None:
     """Print a line for each score, with its standard error where there is one."""
     width = max(map(len, values)) - len("evaluation/")
     for name, value in values.items():

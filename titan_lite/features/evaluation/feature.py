@@ -45,10 +45,9 @@ class TaskScores(Measurement):
         from titan_lite.features.evaluation.harness import Stopped
 
         try:
-            found = self.evaluation.run(stops)
+            return self.evaluation.run(stops)
         except Stopped:
             return None
-        return Measured(found.values, found.shown)
 
 
 FEATURE = EvaluationFeature()

@@ -9,12 +9,11 @@ asked. So each rank has all scores, and lm_eval needs to know of no other rank.
 """
 
 import functools
-import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -32,7 +31,8 @@ from titan_lite.data.tokenizer import JsonTokenizer, tokens_around_text
 from titan_lite.distributed.generation import GREEDY, GenerationStopped, generate
 from titan_lite.distributed.mesh import data_rank
 from titan_lite.distributed.parallelize import ParallelModel
-from titan_lite.distributed.process_group import all_gather_objects
+from titan_lite.distributed.process_group import all_equal, all_gather_objects
+from titan_lite.feature import Measured
 from titan_lite.features.evaluation.log_likelihoods import Request, log_likelihoods
 from titan_lite.features.evaluation.tasks import DEFAULT_NEW_TOKENS, SEED, Tasks, quiet
 from titan_lite.logging import logger
@@ -54,13 +54,6 @@ TOKENS_BEFORE = 4
 
 class Stopped(Exception):
     """The run stops within an evaluation."""
-
-
-class Scores(NamedTuple):
-    """The scores of an evaluation."""
-
-    values: dict[str, float]  # "evaluation/TASK/METRIC", and with _stderr its standard error
-    shown: str  # the values of the tasks that the recipe names, as words
 
 
 class HarnessModel(TemplateLM):
@@ -248,8 +241,7 @@ def warn(line: str) -> None:
 
 def check_same_on_all_ranks(requests: Sequence[object]) -> None:
     """Raise TrainingError on all ranks if they would share other requests. A collective."""
-    own = hashlib.sha256(repr(requests).encode()).hexdigest()
-    if len(set(all_gather_objects(own))) > 1:
+    if not all_equal(repr(requests)):
         raise TrainingError(
             "evaluation: ranks have other documents or prompts of a task; remove the caches of"
             " Hugging Face's datasets on all nodes, or have all nodes use one (HF_HOME)",
@@ -293,7 +285,7 @@ class Evaluation:
     limit: int = 0  # documents of each task; 0: all
     is_first: bool = True  # of all ranks, this one computes standard errors without a formula
 
-    def run(self, stops: Callable[[], bool] = lambda: False) -> Scores:
+    def run(self, stops: Callable[[], bool] = lambda: False) -> Measured:
         """Return the scores. A collective of all ranks. Raises Stopped."""
         lm = HarnessModel(
             self.model,
@@ -319,7 +311,7 @@ class Evaluation:
         return _scores(results, self.names)
 
 
-def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Scores:
+def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Measured:
     """Return scores from lm_eval's {task: {"METRIC,FILTER": value}}, where a filter is mostly none.
 
     A standard error is METRIC_stderr.
@@ -339,7 +331,7 @@ def _scores(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> S
                 error = of_task.get(f"{metric}{ERROR},{filtered}")
                 with_error = f" ± {_shown(float(error))}" if isinstance(error, NUMBERS) else ""
                 shown.append(f"{task} {key} {_shown(float(value))}{with_error}")
-    return Scores(values, "  ".join(shown))
+    return Measured(values, "  ".join(shown))
 
 
 def _shown(value: float) -> str:

@@ -30,6 +30,7 @@ of a token's p_i is coefficient x E x f_i / tokens of the step, which backward a
 logged loss does not have the term.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,17 +65,12 @@ def apply_balance(model: nn.Module, balance: Balance, mesh: DeviceMesh) -> None:
         router.sequence_groups = groups
 
 
-class _RouterLoad:
-    """The Load of a router: adds to its row of a table."""
-
-    def __init__(self, row: Tensor):
-        self.row = row  # (2 E + 1,), of `ExpertBalance.own`
-
-    def add(self, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
-        experts = counts.shape[-1]
-        self.row[:experts] += counts.sum(0)
-        self.row[experts:-1] += probabilities.sum((0, 1))
-        self.row[-1] -= torch.special.xlogy(probabilities, probabilities).sum()
+def _add_load(row: Tensor, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
+    """Add what a router chose to its row of `ExpertBalance.own`, (2 E + 1,). A Load."""
+    experts = counts.shape[-1]
+    row[:experts] += counts.sum(0)
+    row[experts:-1] += probabilities.sum((0, 1))
+    row[-1] -= torch.special.xlogy(probabilities, probabilities).sum()
 
 
 class ExpertBalance(StepPart):
@@ -110,7 +106,7 @@ class ExpertBalance(StepPart):
             for fqn, router in routers_of(stage.model).items():
                 layer = int(fqn.split(".")[1])
                 self.routers[layer] = router
-                LOADS[fqn] = _RouterLoad(self.own[layer])
+                LOADS[fqn] = functools.partial(_add_load, self.own[layer])
                 router.balance_scale.fill_(scale)
 
     def begin_step(self, step: int) -> None:

@@ -16,7 +16,7 @@ tensor; then one flag is copied to the host. Ranks exchange more only if somethi
 
 import socket
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -93,7 +93,7 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
 
     tensors: {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks, ...}.
     """
-    checksums, finite = _examine_all(tensors.values())
+    checksums, finite = map(torch.stack, zip(*map(examine, tensors.values()), strict=True))
     differing = torch.zeros_like(finite)  # by tensor
     for mesh, axis, copied in _copies(tensors.values()):
         indices = torch.tensor(copied, device=checksums.device)
@@ -108,17 +108,6 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
     if not is_wrong:
         return None
     return all_gather_objects(_own_findings(tensors, checksums, differing, finite))
-
-
-def _examine_all(tensors: Collection[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (checksums, int64; whether all elements are finite) by tensor."""
-    checksums = []
-    finite = []
-    for tensor in tensors:
-        checksum, is_finite = examine(tensor)
-        checksums.append(checksum)
-        finite.append(is_finite)
-    return torch.stack(checksums), torch.stack(finite)
 
 
 def _copies(tensors: Iterable[Tensor]) -> Iterator[tuple[DeviceMesh, int, list[int]]]:

@@ -40,7 +40,7 @@ from titan_lite.dtensor import gradient_shard, local
 from titan_lite.environment import COPY, group_number
 from titan_lite.features.replica_groups.quorum import GroupState, Quorum, await_lighthouse
 from titan_lite.logging import OF_GROUP, console, events, logger
-from titan_lite.one_group import OneGroup, Totals
+from titan_lite.one_group import OneGroup
 from titan_lite.resilience import TrainingError
 
 if TYPE_CHECKING:
@@ -109,7 +109,6 @@ class SeveralGroups(OneGroup):
         super().__init__(trainer)
         self.number = group_number(trainer.config.fault_tolerance)
         self.config = trainer.config.fault_tolerance
-        self.has_joined = False  # a run that other groups had begun
         self.steps = 0  # that this process has committed
         self.began = 0.0  # the present step, by time.perf_counter
         folders = trainer.checkpointer.shared_name
@@ -511,7 +510,7 @@ class SeveralGroups(OneGroup):
         return total
 
     @torch.no_grad()
-    def commit(self, loss: Tensor, stop_requests: Tensor) -> Totals | None:
+    def commit(self, loss: Tensor, stop_requests: Tensor) -> tuple[Tensor, Tensor] | None:
         """Sum a step over groups; return None, and undo it, if it does not count.
 
         loss, stop_requests: over all ranks of this group.
@@ -528,8 +527,7 @@ class SeveralGroups(OneGroup):
             return None
         self.steps += 1
         self.undone = 0
-        of_all = Totals(*totals)
-        return of_all._replace(loss=of_all.loss.float())
+        return totals[0].float(), totals[1]
 
     def compare(self) -> str:
         """Compare with other groups what has to be equal; return what is not, or "".

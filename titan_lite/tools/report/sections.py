@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_lite.config import KEYS
-from titan_lite.metrics.goodput import duration, time_spent
+from titan_lite.metrics.goodput import duration, goodput_line, time_spent
 from titan_lite.text import first_names
 from titan_lite.tools.report.markup import (
     large,
@@ -119,7 +119,7 @@ def validation_loss(run: RunRecord) -> str:
 def goodput(run: RunRecord) -> str:
     """Return the share of the time in productive steps, and where the rest went."""
     groups = run.recipe.get("fault_tolerance.replica_groups", 1)
-    return time_spent(run.folder, groups).describe().removeprefix("goodput: ")
+    return goodput_line(time_spent(run.folder, groups)).removeprefix("goodput: ")
 
 
 def first_start(run: RunRecord) -> str:

@@ -155,9 +155,9 @@ class ChoicesOfRank:
         positions = torch.tensor(trainer.model.stages[0].model.positions)
         self.positions = positions.chunk(layout.degrees["tp"])[trainer.mesh["tp"].get_local_rank()]
 
-    def add(self, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
+    def __call__(self, probabilities: Tensor, choices: Tensor, counts: Tensor) -> None:
         if self.load is not None:
-            self.load.add(probabilities, choices, counts)
+            self.load(probabilities, choices, counts)
         number, _, k = choices.shape
         if self.recorded is None:
             experts = torch.full((*self.shape, k), -1)
