@@ -11,6 +11,7 @@ axis, such as 4 beside tp 3, each rank is traced.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
@@ -155,7 +156,7 @@ class StageVariants:
         return self.traced[coordinates]
 
     def _add_variant(self, number: int) -> None:
-        base = self.ranks.coordinates(self.index.index(number))
+        base = self._base_of(number)
         along = []
         for axis, size in enumerate(self.ranks.sizes):
             of_variant = {
@@ -165,13 +166,29 @@ class StageVariants:
             }
             samples = of_variant.intersection(self.samples[axis])
             if samples == {base[axis]} or self._differ(base, axis, samples):
-                samples |= of_variant & {base[axis] + 1}
+                samples |= of_variant & {base[axis] + 1} or of_variant & {base[axis] - 1}
             along += [
                 (axis, index, self.at(moved(base, axis, index)))
                 for index in sorted(samples - {base[axis]})
             ]
         for name, variants in self.of.items():
             variants.append(FittedVariant(name, self.at(base), base, self.ranks, along))
+
+    def _base_of(self, number: int) -> Coordinates:
+        """Return the first rank of a variant that has most others of it along the axes.
+
+        Empty shards may begin at the end of a line: of 4 x 4 ranks, those of (2, 3) and (3, 0) to
+        (3, 3). Along the second axis, nothing can be fitted to (2, 3) alone.
+        """
+        members = [
+            self.ranks.coordinates(rank) for rank, own in enumerate(self.index) if own == number
+        ]
+        axes = range(len(self.ranks.sizes))
+        on_line = Counter((axis, moved(member, axis, 0)) for member in members for axis in axes)
+        return max(
+            members,
+            key=lambda member: sum(on_line[axis, moved(member, axis, 0)] for axis in axes),
+        )
 
     def _differ(self, base: Coordinates, axis: int, samples: Iterable[int]) -> bool:
         """Return whether ranks at some coordinates of an axis have another graph than `base`."""

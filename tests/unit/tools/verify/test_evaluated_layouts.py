@@ -50,6 +50,12 @@ def checked(recipe, world_size, *options):
                 "--training.global_batch_size=16",
             ],
         ),
+        pytest.param(  # empty shards from rank (2, 3) on
+            "debug_model",
+            16,
+            [*degrees(dp_shard=4, cp=4), "--model.hidden_dim=100"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "llama3_8b", 8, degrees(dp_replicate=2, dp_shard=2, tp=2), marks=pytest.mark.slow
         ),
