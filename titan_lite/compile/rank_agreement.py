@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -36,33 +36,46 @@ class PlaceOnNode:
     ranks: int = 1  # their number
 
 
-class OneRank:
-    """The ranks that run the same graphs, those of a pipeline stage: here this rank alone. Methods
-    are collectives.
-    """
+class StageRanks(Protocol):
+    """The ranks that run the same graphs, those of a pipeline stage. Methods are collectives."""
 
     @property
     def place_on_node(self) -> PlaceOnNode:
         """This rank's place. It is no collective."""
-        return PlaceOnNode()
+        ...
 
     def all_equal(self, text: str) -> bool:
         """Return True if all ranks pass the same text."""
-        return True
+        ...
 
     def broadcast(self, text: str) -> str:
         """Return the first rank's text."""
-        return text
+        ...
 
     def all_gather(self, text: str) -> dict[int, str]:
         """Return the texts of all ranks, by global rank.
 
         Every rank receives all, so that it is only for the details of an error.
         """
+        ...
+
+
+class OneRank:
+    """This rank alone, as StageRanks."""
+
+    place_on_node = PlaceOnNode()
+
+    def all_equal(self, text: str) -> bool:
+        return True
+
+    def broadcast(self, text: str) -> str:
+        return text
+
+    def all_gather(self, text: str) -> dict[int, str]:
         return {0: text}
 
 
-def first_ranks_choice(choice: T, ranks: OneRank) -> T:
+def first_ranks_choice(choice: T, ranks: StageRanks) -> T:
     """Return the first rank's `choice`, which travels as JSON: tuples become lists.
 
     Tensor-parallel ranks run the same graph on parts that may differ in size, and so in cost.
@@ -72,7 +85,7 @@ def first_ranks_choice(choice: T, ranks: OneRank) -> T:
         return chosen
 
 
-def check_same_order(graph: Graph, name: str, ranks: OneRank) -> str:
+def check_same_order(graph: Graph, name: str, ranks: StageRanks) -> str:
     """Return a hash of the order of the graph's collectives.
 
     Raises ConfigError if another rank has another order within a process group. name: of the graph.
@@ -98,8 +111,7 @@ def check_same_order(graph: Graph, name: str, ranks: OneRank) -> str:
             raise ConfigError(
                 f"ranks {', '.join(map(str, different))} would communicate in another order"
                 f" than rank {first} among {group} in the {name} graph, and all would hang; use"
-                ' the same code and recipe on all nodes, or compile.bucketing = "block" in place of'
-                ' "auto"'
+                ' the same code and recipe on all nodes, or bucketing = "block" in [compile]'
             )
     return digest
 

@@ -14,7 +14,6 @@ graph: the compiler does not see them, so it cannot fuse an operator that leads 
 operator that waits for another.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,6 +191,19 @@ def last_reads_of(graph: Graph, parts: Sequence[Sequence[Node]]) -> dict[Node, i
     return last_reads
 
 
+@dataclass(frozen=True)
+class _UncompiledCall:
+    """The call of a segment that is not compiled yet; fields as in SegmentCall."""
+
+    structure: Structure
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
+    last_reads: Sequence[Slot]
+
+    def compiled(self, functions: Mapping[Structure, BoxedFunction]) -> SegmentCall:
+        return SegmentCall(functions[self.structure], self.inputs, self.outputs, self.last_reads)
+
+
 class CutGraph:
     """A graph cut into segments, and what is called between them."""
 
@@ -210,8 +222,7 @@ class CutGraph:
         self.segments: dict[Structure, Segment] = {}  # the different ones, by first call
         self._module = module
         self._slots: dict[Node, Slot] = {}
-        # a call of a segment waits for the function
-        self._calls: list[OperatorCall | tuple[Structure, functools.partial[SegmentCall]]] = []
+        self._calls: list[OperatorCall | _UncompiledCall] = []
         self._inputs = placeholders(module.graph)
         for node in self._inputs:
             self._add_slot(node)
@@ -233,7 +244,7 @@ class CutGraph:
             unread=[self._slots[node] for node in self._inputs if not node.users],
             values=len(self._slots),
             calls=[
-                call if isinstance(call, OperatorCall) else call[1](functions[call[0]])
+                call.compiled(functions) if isinstance(call, _UncompiledCall) else call
                 for call in self._calls
             ],
             outputs=[self._slot(result) for result in results_of(self._module.graph)],
@@ -265,13 +276,13 @@ class CutGraph:
         if structure not in self.segments:
             fake_inputs = [node.meta["val"] for node in inputs]
             self.segments[structure] = Segment(module, fake_inputs)
-        call = functools.partial(
-            SegmentCall,
+        call = _UncompiledCall(
+            structure=structure,
             inputs=[self._slots[node] for node in inputs],
             outputs=[self._add_slot(node) for node in outputs],
             last_reads=[self._slots[node] for node in read_last],
         )
-        self._calls.append((structure, call))
+        self._calls.append(call)
 
     def _add_slot(self, node: Node) -> Slot:
         self._slots[node] = Slot(len(self._slots))

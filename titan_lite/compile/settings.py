@@ -8,7 +8,7 @@ graph_passes.py has the list of passes.
 
 from dataclasses import dataclass, field
 
-from titan_lite.compile.rank_agreement import OneRank
+from titan_lite.compile.rank_agreement import OneRank, StageRanks
 from titan_lite.config import Compile
 from titan_lite.cost.machine import Machine
 
@@ -20,4 +20,4 @@ class PassSettings:
     config: Compile = field(default_factory=Compile)  # the recipe's section [compile]
     machine: Machine | None = None  # estimates seconds; None: unknown, so none are estimated
     fused: bool = False  # Inductor fuses pointwise operators into kernels (as in `node_seconds`)
-    ranks: OneRank = field(default_factory=OneRank)  # those that run the same graphs
+    ranks: StageRanks = field(default_factory=OneRank)  # those that run the same graphs

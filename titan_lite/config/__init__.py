@@ -22,6 +22,7 @@ from titan_lite.config.sections import (
     DataSource,
     Debug,
     FaultTolerance,
+    Job,
     LRScheduler,
     Metrics,
     Model,

@@ -6,7 +6,7 @@
 
     data = Data(dataset="prepared", path="prepared/books")
     prepared = PreparedCorpus(data, read_prepared(Path(data.path)), split="train")
-    prepared.tokens(7)                          # of document 7, memory-mapped
+    prepared.document(piece, 7, None)           # tokens of document 7, memory-mapped
 
 A row of the table is a document, in the order of the files: its name, the bytes that it had in the
 shuffle buffer, and its tokens with BOS and EOS, or none if it was bad. Pieces of files are known by

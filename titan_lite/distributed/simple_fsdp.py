@@ -99,8 +99,12 @@ def _reduce(gradient: Tensor, spec: ShardSpec, shard: Tensor) -> Tensor:
     return spec.finish_reduce(spec.start_reduce(gradient)).to(shard.dtype)
 
 
-# What graphs have as inputs; the last one in a plan of eager mode.
+# Has the inputs of graphs for a parameter (`graph_inputs`), and reads it from what stands for them
+# (`read_inputs`). OncePerStepGatherer does where eager mode is priced.
 GraphReader = ShardReader | StepReader | OncePerStepGatherer
+# Decides when the collectives of a parameter run in eager mode (`read`). `leaf` is the tensor that
+# autograd accumulates its gradient into; `take_gradients` takes those of all leaves, after a
+# backward that has set `.grad` and run no hooks.
 EagerGatherer = PrefetchGatherer | OncePerStepGatherer
 
 
@@ -152,7 +156,7 @@ class Sharding:
         self.traced: TracedGatherer | None = None  # within `reading` alone
 
     @property
-    def gatherer(self) -> "EagerGatherer | TracedGatherer":
+    def gatherer(self) -> EagerGatherer | TracedGatherer:
         """The gatherer of a read."""
         return self.eager if self.traced is None else self.traced
 

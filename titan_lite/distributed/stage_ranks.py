@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.compile.rank_agreement import OneRank, PlaceOnNode
+from titan_lite.compile.rank_agreement import PlaceOnNode
 from titan_lite.distributed.process_group import all_equal, all_gather_objects, first_nonempty
 
 
-class PipelineStageRanks(OneRank):
-    """The ranks of a pipeline stage."""
+class PipelineStageRanks:
+    """The ranks of a pipeline stage, as compile's StageRanks."""
 
     def __init__(self, ranks: list[int], group: dist.ProcessGroup | None):
         self.ranks = ranks  # global

@@ -171,7 +171,7 @@ def check_styles(model: Transformer, family: str) -> None:
     What a style does to shapes shows when a block runs (features/own_family/).
     """
     own = find_family(family).styles
-    # what the styles of STYLES are for, by its name within a block
+    # the shapes that STYLES are for, by a parameter's name within a block
     usual = attention_parameters(model.config) | feed_forward_parameters(model.config)
     for name, parameter in model.named_parameters():
         fqn = name.rpartition(".")[0]

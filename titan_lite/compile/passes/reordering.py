@@ -99,7 +99,8 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
 
 
 def start_gathers_in_order(graph: Graph, order: Sequence[Node]) -> int:
-    """Start all-gathers as without a machine, and those that `order` has earlier, earlier.
+    """Move all-gathers as without a machine; then each one before the collective that is behind it
+    in `order`.
 
     order: all collectives, as the first rank starts them. Return the number of moves.
     """

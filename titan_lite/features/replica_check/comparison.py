@@ -93,6 +93,7 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[Findings] | None:
 
     tensors: {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks, ...}.
     """
+    # by tensor: int64; whether all elements are finite
     checksums, finite = map(torch.stack, zip(*map(examine, tensors.values()), strict=True))
     differing = torch.zeros_like(finite)  # by tensor
     for mesh, axis, copied in _copies(tensors.values()):

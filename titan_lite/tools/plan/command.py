@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # these import torch, which is slow: a wrong recipe fails bef
     from titan_lite.tools.plan.trace import PlannedLayout
 
 SEARCHED = 12  # plans of a search by default
+LEAST_NUMBER = math.ulp(0.0)  # above 0
 
 
 @command()
@@ -84,7 +85,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--price-per-gpu-hour",
-        type=number(math.ulp(0.0), "above 0, such as 2.5"),
+        type=number(LEAST_NUMBER, "above 0, such as 2.5"),
         default=0.0,
         metavar="PRICE",
         help="the price of a GPU-hour, such as 2.5, to print that of the training",

@@ -109,8 +109,9 @@ def simulate_step(
     sent = _of_rank_with_most([times.step.sent for times in ranks])
     across = _of_rank_with_most([times.step.sent_to_other_nodes for times in ranks])
     if degree > 1:
-        # Of each microbatch, a stage sends hidden states to the next one and gradients back.
-        hidden = 2 * layout.microbatches * stages[0].hidden_bytes * len(stages) // degree
+        # Of each microbatch, a stage sends hidden states to the next one and gradients back. All
+        # ranks have as many stages.
+        hidden = 2 * layout.microbatches * stages[0].hidden_bytes * (len(stages) // degree)
         sent["pp"] = hidden
         across["pp"] = hidden if machine.nodes(_neighbours(layout)) > 1 else 0.0
     if layout.sends_table:

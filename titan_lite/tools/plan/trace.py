@@ -272,8 +272,8 @@ def trace_stage(
     axes = axes_of(mesh, layout.expert_parallel)
     machine = machine.with_attention_kernel(config.training.attention_kernel)
     graph_passes = PricedPasses(layout, machine, axes)
-    eager = config.replace(compile=config.compile.replace(backend="aot_eager"))
-    traced = dataclasses.replace(layout, config=eager)
+    compile = config.compile.replace(backend="aot_eager")  # which only traces
+    traced = dataclasses.replace(layout, config=config.replace(compile=compile))
     model = parallelize_stage(traced, mesh, beside, kinds, n_layers, graph_passes)
     (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -19,6 +19,7 @@ from typing import Any
 from titan_lite.config import KEYS_OF_MODULES, Config
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.layout import DEGREES, Layout
+from titan_lite.distributed.parallelize import kept_gathered
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
 from titan_lite.feature import features_of, low_precision
 from titan_lite.sharding import chunk_size
@@ -27,6 +28,7 @@ BLOCKS = 2  # of a stage: each of the joints between blocks, and those with what
 LARGEST_BLOCKS = 4  # for checkpointing that repeats after more blocks
 TOKENS = 8  # of a sequence on a rank, between blocks
 MANY_RANKS = 256  # of a stage; above, a rank has one sequence
+MOST_MORE_SEQUENCES = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
     chain, backwards = _chain_of(config, real)
     n_layers = sum(len(_blocks(modules)) for modules in chain)
     model = dataclasses.replace(_model(real), n_layers=n_layers)
-    batch = 1 if real.world_size // real.degrees["pp"] > MANY_RANKS else 2
+    batch = _batch(config, real, model)
     config = with_existing_blocks(config, n_layers).replace(
         training=config.training.replace(
             seq_len=model.max_seq_len,
@@ -119,6 +121,30 @@ def _chain_of(config: Config, real: Layout) -> tuple[list[list[str]], list[froze
         embedding = [fqn for fqn in beside if fqn == "tok_embeddings"]
         chain.append([*embedding, *layers, *(fqn for fqn in beside if fqn not in embedding)])
     return chain, list(kinds.values())
+
+
+def _batch(config: Config, real: Layout, model: ModelConfig) -> int:
+    """Return the sequences of a microbatch: two, or one on many ranks, or as many more as it takes
+    to save for backward what the recipe saves.
+
+    That is the gradient of logits, or if these are larger, those of hidden states and of the
+    output's weight. It shows where backward gathers that weight again: only with the former.
+    """
+    least = 1 if real.world_size // real.degrees["pp"] > MANY_RANKS else 2
+    kept = kept_gathered(config.parallelism)
+    if kept is None or "output" in kept:
+        return least
+    tp, cp = real.degrees["tp"], real.degrees["cp"]
+
+    def saves_logits(tokens: int, model: ModelConfig) -> bool:
+        entries = chunk_size(model.vocab_size, tp)
+        return tokens * entries <= (tokens + entries) * model.dim
+
+    return first_alike(
+        range(least, least + MOST_MORE_SEQUENCES + 1),
+        lambda batch: saves_logits(batch * model.max_seq_len // cp, model),
+        saves_logits(real.tokens_per_microbatch, real.model),
+    )
 
 
 def _blocks_of_stage(config: Config) -> int:

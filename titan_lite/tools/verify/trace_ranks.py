@@ -170,8 +170,9 @@ def trace_stage(
     )
     (stage,) = parallel.stages
     with ExitStack() as stack:
-        gc.disable()  # collections take a quarter of a trace
-        stack.callback(gc.enable)
+        if gc.isenabled():  # collections take a quarter of a trace
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(_with_source_lines())
         stack.enter_context(mode or nullcontext())
         materialize(stage.model, torch.device("cpu"))

@@ -97,7 +97,9 @@ def numbers_of(node: Node) -> dict[int, int | float]:
 
 
 def fitted(table: Mapping[int, float], coordinate: int) -> float:
-    """Return the constant at a coordinate: on the line of all samples, or as the sample before."""
+    """Return the constant at a coordinate: on the line of all samples, or as the sample before, or
+    the first one.
+    """
     if coordinate in table:
         return table[coordinate]
     first, second = sorted(table)[:2]
@@ -105,7 +107,7 @@ def fitted(table: Mapping[int, float], coordinate: int) -> float:
     if all(value == table[first] + slope * (at - first) for at, value in table.items()):
         value = table[first] + slope * (coordinate - first)
         return int(value) if isinstance(table[first], int) else value
-    return table[max(at for at in table if at <= coordinate)]
+    return table[max((at for at in table if at <= coordinate), default=min(table))]
 
 
 class StageVariants:
@@ -165,8 +167,9 @@ class StageVariants:
                 if self.index[self.ranks.rank(moved(base, axis, index))] == number
             }
             samples = of_variant.intersection(self.samples[axis])
-            if samples == {base[axis]} or self._differ(base, axis, samples):
-                samples |= of_variant & {base[axis] + 1} or of_variant & {base[axis] - 1}
+            if samples <= {base[axis]} or self._differ(base, axis, samples):
+                # the next one, or at the end of its line the one before
+                samples |= (of_variant & {base[axis] + 1}) or (of_variant & {base[axis] - 1})
             along += [
                 (axis, index, self.at(moved(base, axis, index)))
                 for index in sorted(samples - {base[axis]})

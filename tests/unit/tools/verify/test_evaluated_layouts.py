@@ -18,6 +18,9 @@ def no_record_of_each_trace(monkeypatch):
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.ERROR)
 
 
+ALWAYS = "--parallelism.fsdp_reshard_after_forward=always"
+
+
 def degrees(**keys):
     """Options for a recipe: the degrees by axis, 1 for others."""
     names = {
@@ -41,6 +44,8 @@ def checked(recipe, world_size, *options):
     [
         ("llama3_8b", 6, degrees(dp_shard=6)),  # uneven shards, a loss in chunks
         ("llama3_8b", 4, [*degrees(cp=2, tp=2), "--training.mask_documents"]),
+        # backward gathers the output's weight again, or not: as sizes have it
+        ("debug_model", 2, [*degrees(dp_shard=2), ALWAYS, "--training.loss_chunk_tokens=100"]),
         (
             "debug_model",
             4,
