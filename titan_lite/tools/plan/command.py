@@ -144,7 +144,9 @@ def build_parser() -> Parser:
 def number(
     least: float, instead: str, parse: Callable[[str], float] = float
 ) -> Callable[[str], float]:
-    """Return a `type` of add_argument: a number of at least `least`. instead: what to use, else."""
+    """Return a `type` of add_argument: a number of at least `least`. instead: what an error says to
+    use.
+    """
 
     def checked(text: str) -> float:
         with suppress(ValueError, OverflowError):

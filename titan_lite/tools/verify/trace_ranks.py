@@ -140,7 +140,10 @@ class _Keep(GraphPasses):
         # Without a machine all that can be cut into chunks of tokens is; buckets by cost need one.
         machine = None
         if compile.buckets_across_blocks:
+            # Of one node: else costs are also of a rank's place in its node, as where 3 ranks of tp
+            # are on two nodes of 8, and where waits stand is no function of coordinates.
             machine = load_machine(compile.machine or "H100")
+            machine = dataclasses.replace(machine, ranks_per_node=small.layout.world_size)
         ranks.taken = 0
         settings = PassSettings(compile, machine, ranks=ranks)
         super().__init__(settings, choose_passes(small.config))

@@ -10,6 +10,7 @@ from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.tools.verify import command
 from titan_lite.tools.verify.check import check_layout
 from titan_lite.tools.verify.lockstep import Ranks
+from titan_lite.tools.verify.variants import fitted
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,20 @@ def checked(recipe, world_size, *options):
                 "--training.global_batch_size=16",
             ],
         ),
+        pytest.param(  # buckets by cost, where some groups of tp are on two nodes of 8
+            "debug_model",
+            24,
+            [
+                *degrees(dp_replicate=4, dp_shard=2, tp=3),
+                "--compile.enable",
+                "--compile.bucketing=greedy",
+                "--model.n_heads=6",
+                "--model.n_kv_heads=3",
+                "--training.seq_len=384",
+                "--training.global_batch_size=-1",
+            ],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(  # empty shards from rank (2, 3) on
             "debug_model",
             16,
@@ -88,6 +103,18 @@ def test_a_right_layout_agrees(recipe, world_size, options):
     assert verdict.differences == []
     assert 0 < verdict.error < 1e-9
     assert verdict.ranks == world_size
+
+
+@pytest.mark.parametrize(
+    ("table", "coordinate", "constant"),
+    [
+        ({0: 10, 1: 13}, 3, 19),  # on a line
+        ({0: 10, 1: 13, 4: 13}, 3, 13),  # in steps: as the sample before
+        ({1: 13, 2: 20, 4: 13}, 0, 13),  # before all samples: as the first one
+    ],
+)
+def test_a_constant_is_fitted_between_samples(table, coordinate, constant):
+    assert fitted(table, coordinate) == constant
 
 
 @pytest.mark.parametrize(
