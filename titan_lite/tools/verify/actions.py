@@ -24,8 +24,12 @@ def wrong_actions(order: Order, pipeline: PipelineSchedule) -> Iterator[str]:
         kinds: dict[tuple[int, int | None], list[str]] = defaultdict(list)
         for kind, stage, microbatch in computations(actions):
             kinds[stage, microbatch].append(kind)
-        for stage, microbatch in kinds.keys() - own:
-            yield f"pipeline rank {rank} has microbatch {microbatch} of stage {stage}, not its own"
+        for stage, microbatch in kinds:
+            if (stage, microbatch) not in own:
+                yield (
+                    f"pipeline rank {rank} has microbatch {microbatch} of stage {stage}, which is"
+                    " not its own"
+                )
         for stage, microbatch in sorted(own):
             done = "".join(sorted(kinds[stage, microbatch]))
             if done not in ("BF", "FIW"):

@@ -330,7 +330,7 @@ def evaluate(
     run_of = {rank: run for run in runs for rank in run.members}
     while True:
         stops = [run.stop() for run in runs]
-        if len({(node.target, node.args[1:-1]) for node in stops}) > 1:  # the output has one
+        if len({(node.target, node.args[1:-1]) for node in stops}) > 1:  # equal for all outputs
             here = ", ".join(sorted(set(map(in_words, stops))))
             raise Divergence(f"ranks wait for each other: they are at {here}")
         if stops[0].op == "output":

@@ -28,7 +28,7 @@ BLOCKS = 2  # of a stage: each of the joints between blocks, and those with what
 LARGEST_BLOCKS = 4  # for checkpointing that repeats after more blocks
 TOKENS = 8  # of a sequence on a rank, between blocks
 MANY_RANKS = 256  # of a stage; above, a rank has one sequence
-MOST_MORE_SEQUENCES = 4
+MOST_MORE_SEQUENCES = 4  # of a microbatch (`_batch`)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,9 @@ def _batch(config: Config, real: Layout, model: ModelConfig) -> int:
     """Return the sequences of a microbatch: two, or one on many ranks, or as many more as it takes
     to save for backward what the recipe saves.
 
-    That is the gradient of logits, or if these are larger, those of hidden states and of the
-    output's weight. It shows where backward gathers that weight again: only with the former.
+    The partitioner saves the gradient of the logits, or those of the hidden states and of the
+    output's weight, whichever are smaller. Only with the first does backward read that weight, and
+    gathers it again if it is not kept.
     """
     least = 1 if real.world_size // real.degrees["pp"] > MANY_RANKS else 2
     kept = kept_gathered(config.parallelism)

@@ -140,8 +140,8 @@ class _Keep(GraphPasses):
         # Without a machine all that can be cut into chunks of tokens is; buckets by cost need one.
         machine = None
         if compile.buckets_across_blocks:
-            # Of one node: else costs are also of a rank's place in its node, as where 3 ranks of tp
-            # are on two nodes of 8, and where waits stand is no function of coordinates.
+            # One node: on several, the costs of a rank depend on its place in its node (3 ranks of
+            # tp may be on two nodes of 8), and so does where its waits stand.
             machine = load_machine(compile.machine or "H100")
             machine = dataclasses.replace(machine, ranks_per_node=small.layout.world_size)
         ranks.taken = 0
