@@ -64,7 +64,7 @@ def differences(small: TracedStage, real: TracedStage, config: Config) -> Iterat
             yield f"the operator {operator} is in the graphs at {where} alone"
     for name, module in real.graphs.items():
         yield from _other_order(name, small.graphs[name].graph, module.graph)
-        yield from _other_dtypes(name, module.graph, config)
+        yield from other_dtypes(name, module.graph, config)
 
 
 def not_alike(small: TracedStage, real: TracedStage) -> Iterator[str]:
@@ -111,7 +111,7 @@ def described(node: Node) -> list[str]:
     return [str(node.target), *words, *parameters_of(node)]
 
 
-def _other_dtypes(name: str, graph: Graph, config: Config) -> Iterator[str]:
+def other_dtypes(name: str, graph: Graph, config: Config) -> Iterator[str]:
     """Yield collectives of parameters in another dtype than the recipe's."""
     training = config.training
     for node in parameter_collectives(graph):

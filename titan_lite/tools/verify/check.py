@@ -33,7 +33,7 @@ from titan_lite.models.experts import routers_of
 from titan_lite.models.transformer import Transformer
 from titan_lite.tools.verify import specification
 from titan_lite.tools.verify.actions import wrong_actions
-from titan_lite.tools.verify.bridge import differences, not_alike, real_sizes
+from titan_lite.tools.verify.bridge import differences, not_alike, other_dtypes, real_sizes
 from titan_lite.tools.verify.lockstep import Divergence, InFloat64, Ranks, evaluate, in_words
 from titan_lite.tools.verify.naming import KnownValues, WatchedValues
 from titan_lite.tools.verify.small import SmallRecipe, small_recipe, with_data_parallelism_alone
@@ -52,6 +52,7 @@ GRADIENT = 0.37  # of each sequence's loss
 BOS = 1
 QUOTE = "'"  # at the end of the name of an axis that expert parallelism cuts
 TABLE, COPY = "tok_embeddings.weight", "output.weight"  # of tied embeddings in a pipeline
+OfParameters = dict[str, list[Any]]  # a tensor of each parameter, by FQN and rank
 
 
 @dataclass
@@ -95,8 +96,6 @@ def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True
     ]
     verdict = Verdict(layout.world_size, degrees, stages)
     verdict.not_covered += [*small.without, *NOT_COVERED]
-    if layout.gathers_once:
-        verdict.not_covered.append("the gathers once a step (their reductions are covered)")
     if layout.degrees["pp"] > 1:
         verdict.not_covered.append("sends and receives between pipeline ranks")
     if layout.copies_table:
@@ -139,16 +138,20 @@ def compare_sizes(check: "Check", config: Config, layout: Layout) -> None:
     """Compare the graphs of the first rank with those at the recipe's own sizes."""
     small, verdict = check.small, check.verdict
     real = real_sizes(small, config, layout)
+    gathering = check
     if small.layout.gathers_once:  # the real sizes have the graphs that gather by themselves
-        gathering = dataclasses.replace(small.layout, gathers_once=False)
-        check = Check(dataclasses.replace(small, layout=gathering), verdict)
+        own = dataclasses.replace(small.layout, gathers_once=False)
+        gathering = Check(dataclasses.replace(small, layout=own), verdict)
     for index in range(len(small.chain)):
         with fake_world(small.layout.world_size, 0):
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             of_real = trace_stage(real, index, FirstRanksChoices(), mode)
-        of_small = check.trace(index, 0)
+        of_small = gathering.trace(index, 0)
         verdict.differences += differences(of_small, of_real, config)
         verdict.not_covered += not_alike(of_small, of_real)
+        of_step = check.trace(index, 0)
+        for name in of_step.once:
+            verdict.differences += other_dtypes(name, of_step.graphs[name].graph, config)
 
 
 class Check:
@@ -216,7 +219,11 @@ class Check:
         outputs: list[list[list[Any]]] = []  # of each stage's forward, by rank
         for stage in stages:
             hidden = [results[0] for results in outputs[-1]] if outputs else None
-            inputs = [self.inputs_of(stage.first.inputs, rank, hidden) for rank in self.ranks]
+            weights = self.weights_of(stage)
+            inputs = [
+                [self.input_of(value, rank, hidden, weights) for value in stage.first.inputs]
+                for rank in self.ranks
+            ]
             outputs.append(self.run_graph(stage, "forward", inputs))
         losses = [results[0] for results in outputs[-1]]
         return losses, self.run_backward(stages, outputs)
@@ -228,10 +235,18 @@ class Check:
         watch = None
         if self.watcher is not None:
             inputs_of_forward = [value.name for value in stage.first.inputs]
-            results = {"forward": ["loss"], "reduce": stage.first.reduced}
+            results = {"forward": ["loss"], **stage.first.once}
             graph = stage.of[name][0].graph
             watch = self.watcher.watch(name, graph, results.get(name, inputs_of_forward))
         return evaluate(stage.of[name], stage.index, inputs, watch)
+
+    def run_step_graph(self, stage: StageVariants, name: str, inputs: OfParameters) -> OfParameters:
+        """Return the results of a graph that runs once a step."""
+        fqns = stage.first.once[name]
+        results = self.run_graph(
+            stage, name, [[inputs[fqn][rank] for fqn in fqns] for rank in self.ranks]
+        )
+        return {fqn: [own[index] for own in results] for index, fqn in enumerate(fqns)}
 
     def stage(self, index: int) -> StageVariants:
         """Return the graphs of a stage on all ranks."""
@@ -270,13 +285,24 @@ class Check:
 
     # Inputs
 
-    def inputs_of(
-        self, values: Sequence[Value], rank: int, hidden: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        """Return the inputs of a rank's forward. hidden: what the stage before gave each rank."""
-        return [self.input_of(value, rank, hidden) for value in values]
+    def weights_of(self, stage: StageVariants) -> OfParameters:
+        """Return the weights that a stage has as inputs: shards, or those that a step gathers."""
+        fqns = {value.name for value in stage.first.inputs if value.kind == "weight"}
+        shards: OfParameters = {
+            fqn: [self.part(fqn, self.parameter(fqn), rank).contiguous() for rank in self.ranks]
+            for fqn in fqns
+        }
+        if not self.layout.gathers_once:
+            return shards
+        return self.run_step_graph(stage, "gather", shards)
 
-    def input_of(self, value: Value, rank: int, hidden: Sequence[Tensor] | None) -> Tensor:
+    def input_of(
+        self, value: Value, rank: int, hidden: Sequence[Tensor] | None, weights: OfParameters
+    ) -> Tensor:
+        """Return an input of a rank's forward.
+
+        hidden: what the stage before gave each rank; weights: of this stage.
+        """
         place = self.places[rank]
         if value.kind == "argument":
             if value.name == "tokens" and hidden is not None:
@@ -288,11 +314,7 @@ class Check:
             return self.once(key, lambda: self.buffer(value.name, place))
         if value.index == 1:  # the handle of a weight that is gathered once a step
             return torch.empty(0, dtype=torch.float64)
-        if self.layout.gathers_once:
-            whole = self.parameter(value.name)
-            part = specification.unsharded(value.name, whole, place, self.styles)  # a view of it
-            return self.once((value.name, part.storage_offset()), lambda: part)
-        return self.part(value.name, self.parameter(value.name), rank).contiguous()
+        return weights[value.name][rank]
 
     def once(self, key: Any, make: Any) -> Tensor:  # noqa: ANN401
         if key not in self.shared:
@@ -359,8 +381,8 @@ class Check:
 
     def by_parameter(
         self, stage: StageVariants, of_inputs: Sequence[Sequence[Any]]
-    ) -> dict[str, list[Any]]:
-        """Return the gradients of shards by FQN, and by rank."""
+    ) -> OfParameters:
+        """Return the gradients of shards."""
         handle = int(self.layout.gathers_once)
         gradients = {
             value.name: [own[index] for own in of_inputs]
@@ -368,10 +390,7 @@ class Check:
             if value.kind == "weight" and value.index == handle
         }
         if self.layout.gathers_once:
-            fqns = stage.first.reduced
-            inputs = [[gradients[fqn][rank] for fqn in fqns] for rank in self.ranks]
-            rows = self.run_graph(stage, "reduce", inputs)
-            gradients = {fqn: [own[i] for own in rows] for i, fqn in enumerate(fqns)}
+            return self.run_step_graph(stage, "reduce", gradients)
         return gradients
 
     def run_halves(
@@ -491,7 +510,7 @@ class Gradients:
     """The gradients of a stage by one kind of backward."""
 
     kind: str
-    by_parameter: dict[str, list[Any]]  # of shards, by FQN and rank
+    by_parameter: OfParameters  # of shards
 
 
 def with_gradient_of_table(found: Sequence[Gradients]) -> list[Gradients]:

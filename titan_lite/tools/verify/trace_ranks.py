@@ -23,20 +23,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.func import functionalize
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.proxy import TracerBase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import titan_lite
+from titan_lite.collectives import all_gather
 from titan_lite.compile.graph_passes import GraphPasses, choose_passes
 from titan_lite.compile.model_parts import Value
 from titan_lite.compile.rank_agreement import OneRank
 from titan_lite.compile.settings import PassSettings
 from titan_lite.compile.torch_patches import replaced
 from titan_lite.cost.profiles import load_machine
+from titan_lite.distributed import param_collectives
 from titan_lite.distributed.axes import ranks_in
-from titan_lite.distributed.buckets import Specs, reduce_buckets
+from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
 from titan_lite.distributed.mesh import build_mesh, data_rank
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.simple_fsdp import materialize
@@ -73,8 +76,8 @@ class TracedStage:
     graphs: Mapping[str, GraphModule]  # by their names as in GraphPasses.run
     inputs: Sequence[Value]  # of forward
     kept: Sequence[int]  # of backward_input's inputs, those that backward_weight has too
-    # of the graph "reduce", which a step has that gathers once: the parameters that it is of
-    reduced: Sequence[str]
+    # the parameters of the graphs "gather" and "reduce", which a step has that gathers once
+    once: Mapping[str, Sequence[str]]
     groups: Mapping[str, tuple[int, ...]]  # ranks of each process group
     # what the code of a run makes of a rank, which the specification states too
     positions: Sequence[int]
@@ -193,9 +196,11 @@ def trace_stage(
             requires_grad=True,
         )
         stage(hidden if stage.model.tok_embeddings is None else ids, **arguments)
-        reduced: list[str] = []
+        once: dict[str, Sequence[str]] = {}
         if layout.gathers_once:
-            graph_passes.graphs["reduce"], reduced = _reduction(stage.sharding.specs)
+            specs = stage.sharding.specs
+            graph_passes.graphs["gather"], once["gather"] = _gather(specs)
+            graph_passes.graphs["reduce"], once["reduce"] = _reduction(specs)
     assert stage.compiled is not None
     (compiled,) = stage.compiled.graphs.values()
     groups = {
@@ -211,7 +216,7 @@ def trace_stage(
         graphs=graph_passes.graphs,
         inputs=compiled.inputs,
         kept=compiled.halves.saved if compiled.halves else (),
-        reduced=reduced,
+        once=once,
         groups=groups,
         positions=list(stage.model.positions),
         data_rank=data_rank(mesh)[0],
@@ -224,6 +229,36 @@ def trace_stage(
         },
         buffers=dict(stage.model.named_buffers()),
     )
+
+
+def _gather(specs: Specs) -> tuple[GraphModule, list[str]]:
+    """Return the graph that gathers weights once a step, and the parameters they are of."""
+    buckets = gather_buckets(specs)
+
+    def gather(shards: Sequence[Tensor]) -> list[Tensor]:
+        left = list(shards)
+        weights: list[Tensor] = []
+        for bucket in buckets:
+            own_shards = tuple(left.pop(0) for _ in bucket.specs)
+            own = dataclasses.replace(bucket, parameters=own_shards)  # type: ignore[arg-type]
+            tables = own.allocate_tables()
+            weights += own.finish_gather(own.start_gather(tables), tables)
+        return weights
+
+    members = [spec for bucket in buckets for spec in bucket.specs]
+    shards = [torch.empty(spec.own_rows, *spec.row_shape) for spec in members]
+    with replaced(param_collectives, "all_gather_single", _all_gather_single):
+        module = make_fx(functionalize(gather))(shards)
+    module.graph.eliminate_dead_code()  # memory, which nothing is written into any more
+    _name(module, [bucket for bucket in buckets if bucket.specs[0].axis.degree > 1])
+    return module, [spec.fqn for spec in members]
+
+
+def _all_gather_single(
+    output: Tensor, shard: Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> None:
+    """Gather as torch does, by operators that can be traced; there is no work to wait for."""
+    output.copy_(all_gather(shard, group.size(), group.group_name))
 
 
 def _reduction(specs: Specs) -> tuple[GraphModule, list[str]]:
@@ -240,4 +275,13 @@ def _reduction(specs: Specs) -> tuple[GraphModule, list[str]]:
 
     members = [spec for bucket in buckets for spec in bucket.specs]
     gradients = [torch.empty(spec.rows, *spec.row_shape) for spec in members]
-    return make_fx(reduce)(gradients), [spec.fqn for spec in members]
+    module = make_fx(reduce)(gradients)
+    _name(module, [bucket for bucket in buckets for _ in bucket.specs[0].reduce_groups])
+    return module, [spec.fqn for spec in members]
+
+
+def _name(module: GraphModule, buckets: Sequence[Bucket]) -> None:
+    """Name the parameters of each collective of a graph. buckets: of each."""
+    nodes = [node for node in module.graph.nodes if node.target in KINDS]
+    for node, bucket in zip(nodes, buckets, strict=True):
+        node.meta["bucket"] = [spec.fqn for spec in bucket.specs]

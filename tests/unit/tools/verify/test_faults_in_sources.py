@@ -19,6 +19,7 @@ from titan_lite.distributed import (
     simple_fsdp,
     tensor_parallel,
 )
+from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.distributed.mesh import PARAMETER_AXES
 from titan_lite.distributed.param_collectives import ShardSpec
@@ -75,6 +76,19 @@ def norms_are_summed_twice(patch):
 def gradients_are_means(patch):
     right = ShardSpec.finish_reduce
     patch.setattr(ShardSpec, "finish_reduce", lambda self, x: right(self, x) / self.axis.degree)
+
+
+@fault(
+    "--parallelism.fsdp_communication=step",
+    "--training.global_batch_size=8",
+    dp_shard=2,
+    named="embedding",  # its elements are the right ones
+)
+def a_weight_of_a_step_begins_with_the_last_rank(patch):
+    right = Bucket.weights_of
+    patch.setattr(
+        Bucket, "weights_of", lambda self, tables: right(self, [table.flip(0) for table in tables])
+    )
 
 
 @fault(cp=2, named="the shard of tok_embeddings.weight")
