@@ -184,7 +184,7 @@ def capture(
         mock.patch.object(CutGraph, "program", keep_program),
     ):
         materialize_stage(layout, stage)
-        inputs = stage_inputs(layout, stage, load_machine("H100"))
+        inputs = stage_inputs(config, layout, stage, load_machine("H100"))
         documents = {name: value for name, value in inputs.model_kwargs.items() if name != "labels"}
         stage(inputs.input, **documents)
         with torch.no_grad():

@@ -278,7 +278,7 @@ def trace_stage(
     (stage,) = model.stages
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, stage)
-        inputs = stage_inputs(layout, stage, machine)
+        inputs = stage_inputs(config, layout, stage, machine)
         stage(inputs.input, **inputs.model_kwargs)
 
     graphs = graph_passes.graphs
@@ -426,9 +426,10 @@ class StageInputs(NamedTuple):
     model_kwargs: dict[str, Tensor]
 
 
-def stage_inputs(layout: PlannedLayout, stage: Stage, machine: Machine) -> StageInputs:
+def stage_inputs(
+    config: Config, layout: Layout, stage: Stage, machine: Machine | None = None
+) -> StageInputs:
     """Return zeros of the shapes that a stage is called with. machine: which attention it has."""
-    config = layout.config
     ids = torch.zeros(layout.microbatch_size, len(stage.model.positions), dtype=torch.long)
     hidden = torch.zeros(
         layout.microbatch_size,
@@ -440,15 +441,15 @@ def stage_inputs(layout: PlannedLayout, stage: Stage, machine: Machine) -> Stage
     model_kwargs = {"labels": ids}
     if config.training.mask_documents:
         model_kwargs["doc_starts"] = ids
-        if masks_by_kernel_on(machine, layout):
+        if machine is not None and masks_by_kernel_on(machine, config, layout):
             doc_stats = torch.zeros(layout.microbatch_size, 2, dtype=torch.long)
             model_kwargs["doc_stats"] = doc_stats
     return StageInputs(hidden if stage.model.tok_embeddings is None else ids, hidden, model_kwargs)
 
 
-def masks_by_kernel_on(machine: Machine, layout: PlannedLayout) -> bool:
+def masks_by_kernel_on(machine: Machine, config: Config, layout: Layout) -> bool:
     """Return True if attention on such a machine gets documents' ends instead of a mask."""
-    dtype = getattr(torch, layout.config.training.mixed_precision_param)
+    dtype = getattr(torch, config.training.mixed_precision_param)
     is_cuda = not machine.is_cpu and not machine.name.startswith("MI")
     return is_cuda and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim)
 

@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,169 +31,171 @@ from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.pipeline_schedule import order_of
 from titan_lite.models.experts import routers_of
 from titan_lite.models.transformer import Transformer
+from titan_lite.tools.plan.trace import blocks_in, modules_beside_blocks
 from titan_lite.tools.verify import specification
 from titan_lite.tools.verify.actions import wrong_actions
 from titan_lite.tools.verify.bridge import differences, not_alike, other_dtypes, real_sizes
-from titan_lite.tools.verify.lockstep import Divergence, InFloat64, Ranks, evaluate, in_words
+from titan_lite.tools.verify.lockstep import InFloat64, evaluate, in_words
 from titan_lite.tools.verify.naming import KnownValues, WatchedValues
+from titan_lite.tools.verify.ranks import INNER, Divergence, Ranks
 from titan_lite.tools.verify.small import SmallRecipe, small_recipe, with_data_parallelism_alone
 from titan_lite.tools.verify.specification import Place
-from titan_lite.tools.verify.trace_ranks import (
-    FirstRanksChoices,
-    TracedStage,
-    fake_world,
-    trace_stage,
-)
+from titan_lite.tools.verify.trace_ranks import FirstRanksChoices, TracedStage, trace_stage
 from titan_lite.tools.verify.variants import StageVariants
 
 TOLERANCE = 1e-8  # relative; float64 leaves 1e-10
 IGNORED = -100  # a label that is not counted
-GRADIENT = 0.37  # of each sequence's loss
+AT_ONCE = 8  # sequences that the plain model computes at a time
+GRADIENT = 0.37  # that backward begins with, of the loss of each sequence
 BOS = 1
-QUOTE = "'"  # at the end of the name of an axis that expert parallelism cuts
 TABLE, COPY = "tok_embeddings.weight", "output.weight"  # of tied embeddings in a pipeline
 OfParameters = dict[str, list[Any]]  # a tensor of each parameter, by FQN and rank
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
     """The result of a check."""
 
     ranks: int
     degrees: dict[str, int]  # by axis, and ep
     stages: Sequence[str]  # the kinds of stages that were evaluated, in words
-    traces: int = 0
-    parameters: int = 0  # whose gradients were compared
-    error: float = 0.0  # the largest relative one of all gradients and of the loss
-    differences: list[str] = field(default_factory=list)
-    first_wrong: str = ""  # the first wrong value of the graphs, in words
-    not_covered: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    traces: int
+    parameters: int  # whose gradients were compared
+    error: float  # the largest relative one of all gradients and of the loss
+    differences: Sequence[str]
+    first_wrong: str  # the first wrong value of the graphs, in words
+    not_covered: Sequence[str]
+    seconds: float
 
     @property
     def agrees(self) -> bool:
         return not self.differences
 
 
-# Of every recipe.
-NOT_COVERED = (
-    "what is outside of graphs: the division by the tokens of a step, loader, clipping, optimizer"
-    " and eager mode, of which `--processes` trains a proxy; checkpoints; asynchronous tensor"
-    " parallelism; Inductor's kernels; rounding",
-)
-
-
-def check_layout(config: Config, layout: Layout, *, with_real_sizes: bool = True) -> Verdict:
-    """Return the verdict on a recipe with a layout.
-
-    with_real_sizes: compare the graphs at the recipe's own sizes, too (bridge.py).
-    """
+def check_layout(config: Config, layout: Layout) -> Verdict:
+    """Return the verdict on a recipe with a layout."""
     started = time.perf_counter()
     small = small_recipe(config, layout)
-    degrees = {**layout.degrees, "ep": layout.expert_parallel}
-    stages = [
-        f"a stage of {' and '.join(words_of(schedule.modules[0]))}" for schedule in small.chain
-    ]
-    verdict = Verdict(layout.world_size, degrees, stages)
-    verdict.not_covered += [*small.without, *NOT_COVERED]
-    if layout.degrees["pp"] > 1:
-        verdict.not_covered.append("sends and receives between pipeline ranks")
-    if layout.copies_table:
-        verdict.not_covered.append("the exchange of a tied table's gradient between stages")
-    if config.fault_tolerance.replica_groups > 1:
-        verdict.not_covered.append("sums over replica groups")
-    if not config.compile.enable:
-        verdict.not_covered.append(
-            "eager mode, in which this recipe trains (compile.enable = false)"
-        )
-    if config.training.attention_kernel != "auto":
-        verdict.not_covered.append("training.attention_kernel")
+    check = Check(small)
     order = order_of(config.parallelism, layout.pipeline)
-    verdict.differences += wrong_actions(order, layout.pipeline)
-    check = Check(small, verdict)
+    check.differences += wrong_actions(order, layout.pipeline)
+    not_covered = [*small.without, *not_covered_of(config, layout)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
     try:
+        check.trace()
         if config.compile.buckets_across_blocks:
-            verdict.not_covered.append("graphs at real sizes, which have other buckets by cost")
-        elif with_real_sizes:
-            compare_sizes(check, config, layout)
+            not_covered.append("graphs at real sizes, which have other buckets by cost")
+        else:
+            compare_sizes(check, config, layout, not_covered)
         check.run()
     except Divergence as error:
-        verdict.differences.append(str(error))
+        check.differences.append(str(error))
     finally:
         torch.set_num_threads(threads)
-    verdict.seconds = time.perf_counter() - started
-    return verdict
+    return Verdict(
+        ranks=layout.world_size,
+        degrees={**layout.degrees, "ep": layout.expert_parallel},
+        stages=[f"a stage of {' and '.join(words_of(stage))}" for stage in small.chain],
+        traces=sum(len(stage.traced) for stage in check.stages),
+        parameters=check.parameters,
+        error=check.error,
+        differences=check.differences,
+        first_wrong=check.first_wrong,
+        not_covered=not_covered,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def not_covered_of(config: Config, layout: Layout) -> Iterator[str]:
+    """Yield what evaluation of graphs does not see of a recipe, in words."""
+    yield (
+        "what is outside of graphs: the division by the tokens of a step, loader, clipping,"
+        " optimizer and eager mode, of which `--processes` trains a proxy; checkpoints;"
+        " asynchronous tensor parallelism; Inductor's kernels; rounding"
+    )
+    if layout.degrees["pp"] > 1:
+        yield "sends and receives between pipeline ranks"
+    if layout.copies_table:
+        yield "the exchange of a tied table's gradient between stages"
+    if config.fault_tolerance.replica_groups > 1:
+        yield "sums over replica groups"
+    if not config.compile.enable:
+        yield "eager mode, in which this recipe trains (compile.enable = false)"
+    if config.training.attention_kernel != "auto":
+        yield "training.attention_kernel"
 
 
 def words_of(modules: Sequence[str]) -> list[str]:
     """Return the modules of a stage, with blocks counted."""
-    blocks = [fqn for fqn in modules if fqn.startswith("layers.")]
-    beside = [fqn for fqn in modules if fqn not in blocks]
-    return [f"{len(blocks)} blocks", *beside] if blocks else beside
+    blocks = blocks_in(modules)
+    beside = modules_beside_blocks(modules)
+    return [f"{blocks} blocks", *beside] if blocks else [*beside]
 
 
-def compare_sizes(check: "Check", config: Config, layout: Layout) -> None:
+def compare_sizes(check: "Check", config: Config, layout: Layout, not_covered: list[str]) -> None:
     """Compare the graphs of the first rank with those at the recipe's own sizes."""
-    small, verdict = check.small, check.verdict
+    small = check.small
     real = real_sizes(small, config, layout)
-    gathering = check
-    if small.layout.gathers_once:  # the real sizes have the graphs that gather by themselves
-        own = dataclasses.replace(small.layout, gathers_once=False)
-        gathering = Check(dataclasses.replace(small, layout=own), verdict)
-    for index in range(len(small.chain)):
-        with fake_world(small.layout.world_size, 0):
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            of_real = trace_stage(real, index, FirstRanksChoices(), mode)
-        of_small = gathering.trace(index, 0)
-        verdict.differences += differences(of_small, of_real, config)
-        verdict.not_covered += not_alike(of_small, of_real)
-        of_step = check.trace(index, 0)
-        for name in of_step.once:
-            verdict.differences += other_dtypes(name, of_step.graphs[name].graph, config)
+    for index, stage in enumerate(check.stages):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        of_real = trace_stage(real, index, 0, FirstRanksChoices(), mode)
+        of_small = stage.first
+        for name in of_small.once:
+            check.differences += other_dtypes(name, of_small.graphs[name].graph, config)
+        if of_small.once:  # the real sizes have the graphs that gather by themselves
+            own = dataclasses.replace(small.layout, gathers_once=False)
+            gathering = dataclasses.replace(small, layout=own)
+            of_small = trace_stage(gathering, index, 0, FirstRanksChoices())
+        check.differences += differences(of_small, of_real, config)
+        not_covered += not_alike(of_small, of_real)
 
 
 class Check:
     """A check of the stages of a small recipe."""
 
-    def __init__(self, small: SmallRecipe, verdict: Verdict):
+    def __init__(self, small: SmallRecipe):
         self.small = small
-        self.verdict = verdict
         self.layout = small.layout
         self.ranks = Ranks.of(self.layout.degrees, self.layout.expert_parallel)
-        degrees = {axis: self.layout.degrees[axis] for axis in AXES[1:]}
-        degrees["ep"] = self.layout.expert_parallel
+        degrees = {**self.layout.degrees, "ep": self.layout.expert_parallel}
         self.places = [Place(degrees, self.ranks.by_axis(rank)) for rank in self.ranks]
         self.styles = find_family(self.layout.model.family).styles
-        self.batch = Batch(self.layout, small.config.training.mask_documents)
+        self.batch = random_batch(self.layout, small.config.training.mask_documents)
         self.alone = plain_model(small)
-        self.wrong: set[str] = set()  # the parameters with a wrong gradient, and "loss"
+        self.stages: list[StageVariants] = []
         self.watcher: KnownValues | WatchedValues | None = None
-        self.traced: dict[tuple[int, int], TracedStage] = {}  # by stage and rank
-        self.choices = [FirstRanksChoices() for _ in small.chain]
         # tensors of a rank that several ranks share, by what they depend on
         self.shared: dict[Any, Tensor] = {}
+        # results
+        self.differences: list[str] = []
+        self.wrong: set[str] = set()  # the parameters with a wrong gradient, and "loss"
+        self.parameters = 0  # whose gradients were compared
+        self.error = 0.0  # the largest relative one
+        self.first_wrong = ""  # the first wrong value, in words
+
+    def trace(self) -> None:
+        """Trace the graphs of all stages on a few ranks."""
+        self.stages = [self.stage(index) for index in range(len(self.small.chain))]
 
     def run(self) -> None:
-        stages = [self.stage(index) for index in range(len(self.small.chain))]
-        self.verdict.traces = sum(len(stage.traced) for stage in stages)
-        before = len(self.verdict.differences)
-        for stage in stages:
+        """Compare the traced graphs with one process, and name the first wrong value."""
+        before = len(self.differences)
+        for stage in self.stages:
             for traced in stage.traced.values():
                 self.compare_with_specification(traced)
-        places_are_right = len(self.verdict.differences) == before
-        self.evaluate(stages)
+        places_are_right = len(self.differences) == before
+        self.evaluate()
         if self.wrong and places_are_right:
-            self.verdict.first_wrong = self.first_wrong(stages)
+            self.first_wrong = self.name_first_wrong()
 
-    def first_wrong(self, stages: Sequence[StageVariants]) -> str:
+    def name_first_wrong(self) -> str:
         """Return the first wrong value of the graphs in words (naming.py), "" if none is found."""
         try:
             self.watcher = values = WatchedValues(self.ranks, self.known)
         except Divergence:  # the fault is in data parallelism alone, too
             return ""
-        self.run_graphs(stages)
+        self.run_graphs()
         self.watcher = None
         found = values.first_wrong(self.wrong)
         return f"{found[0]}: {in_words(found[1])}" if found else ""
@@ -201,23 +203,23 @@ class Check:
     @functools.cached_property
     def known(self) -> KnownValues:
         """The values of the same recipe with data parallelism alone."""
-        right = Check(with_data_parallelism_alone(self.small), Verdict(0, {}, ()))
+        right = Check(with_data_parallelism_alone(self.small))
+        right.trace()
         right.watcher = known = KnownValues()
-        right.run_graphs([right.stage(index) for index in range(len(self.small.chain))])
+        right.run_graphs()
         return known
 
-    def evaluate(self, stages: Sequence[StageVariants]) -> None:
+    def evaluate(self) -> None:
         """Evaluate the graphs of all stages, and compare with one process."""
-        self.wrong = set()
         loss, gradients = self.reference
-        losses, found = self.run_graphs(stages)
+        losses, found = self.run_graphs()
         self.compare_loss(losses, loss)
         self.compare_gradients(found, gradients)
 
-    def run_graphs(self, stages: Sequence[StageVariants]) -> tuple[list[Tensor], list["Gradients"]]:
+    def run_graphs(self) -> tuple[list[Tensor], list["Gradients"]]:
         """Return the loss of each rank, and the gradients of each stage and kind of backward."""
         outputs: list[list[list[Any]]] = []  # of each stage's forward, by rank
-        for stage in stages:
+        for stage in self.stages:
             hidden = [results[0] for results in outputs[-1]] if outputs else None
             weights = self.weights_of(stage)
             inputs = [
@@ -226,7 +228,7 @@ class Check:
             ]
             outputs.append(self.run_graph(stage, "forward", inputs))
         losses = [results[0] for results in outputs[-1]]
-        return losses, self.run_backward(stages, outputs)
+        return losses, self.run_backward(outputs)
 
     def run_graph(
         self, stage: StageVariants, name: str, inputs: Sequence[Sequence[Any]]
@@ -253,29 +255,26 @@ class Check:
         names = [
             fqn
             for fqn, _ in self.alone.named_parameters(remove_duplicate=False)
-            if any(fqn.startswith(module + ".") for module in self.small.chain[index].modules[0])
+            if any(fqn.startswith(module + ".") for module in self.small.chain[index])
         ]
-        kinds: dict[int, Any] = {
+        shapes: dict[int, Any] = {
             rank: tuple(self.shapes_of(fqn, rank) for fqn in names) for rank in self.ranks
         }
         if self.ranks.are_straddled(self.layout.expert_parallel):
             # Constants are not functions of coordinates: each rank is traced.
-            kinds = {rank: rank for rank in self.ranks}
-        trace = functools.partial(self.trace, index)
-        return StageVariants(self.ranks, trace, kinds.__getitem__)
+            shapes = {rank: rank for rank in self.ranks}
+        choices = FirstRanksChoices()
+
+        def trace(rank: int) -> TracedStage:
+            return trace_stage(self.small, index, rank, choices)
+
+        return StageVariants(self.ranks, trace, shapes.__getitem__)
 
     def shapes_of(self, fqn: str, rank: int) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of what a rank computes with, and of its shard."""
         place = self.places[rank]
         whole = specification.unsharded(fqn, self.parameter(fqn), place, self.styles)
         return whole.shape, specification.rows(fqn, whole, place).shape
-
-    def trace(self, index: int, rank: int) -> TracedStage:
-        """Return a stage as a rank has it."""
-        if (index, rank) not in self.traced:
-            with fake_world(len(self.ranks), rank):
-                self.traced[index, rank] = trace_stage(self.small, index, self.choices[index])
-        return self.traced[index, rank]
 
     def parameter(self, fqn: str) -> Tensor:
         return self.alone.get_parameter(fqn).detach()
@@ -308,7 +307,7 @@ class Check:
             if value.name == "tokens" and hidden is not None:
                 return hidden[rank]
             key = (value.name, *(place.coordinates[axis] for axis in AXES[1:-1]))
-            return self.once(key, lambda: self.batch.argument(value.name, place))
+            return self.once(key, lambda: self.argument(value.name, place))
         if value.kind == "buffer":
             key = (value.name, place.coordinates["cp"])
             return self.once(key, lambda: self.buffer(value.name, place))
@@ -320,6 +319,11 @@ class Check:
         if key not in self.shared:
             self.shared[key] = make().contiguous()
         return self.shared[key]
+
+    def argument(self, name: str, place: Place) -> Tensor:
+        """Return a rank's argument of the model, by name."""
+        positions = specification.positions(self.layout.seq_len, place)
+        return specification.sequences(self.batch[name], place)[:, positions]
 
     def buffer(self, name: str, place: Place) -> Tensor:
         positions = specification.positions(self.layout.seq_len, place)
@@ -349,9 +353,7 @@ class Check:
 
     # Evaluation
 
-    def run_backward(
-        self, stages: Sequence[StageVariants], outputs: list[list[list[Any]]]
-    ) -> list["Gradients"]:
+    def run_backward(self, outputs: list[list[list[Any]]]) -> list["Gradients"]:
         """Return the gradients of each stage and each kind of its backward, the last stage first.
 
         outputs: of each stage's forward, by rank; emptied.
@@ -359,7 +361,7 @@ class Check:
         loss = outputs[-1][0][0]
         tangents: list[Any] = [torch.full_like(loss, GRADIENT)] * len(self.ranks)
         found = []
-        for stage in reversed(stages):
+        for stage in reversed(self.stages):
             values = stage.first.inputs
             results = outputs.pop()
             inputs = [[*own[1:], tangents[rank]] for rank, own in enumerate(results)]
@@ -414,15 +416,13 @@ class Check:
         parameters = dict(self.alone.named_parameters())
         total = torch.zeros((), dtype=torch.float64)
         sums: dict[str, Tensor] = {}
-        tokens, labels, starts = self.batch.flat()
-        for batch in range(0, len(tokens), 8):
-            chosen = slice(batch, batch + 8)
+        arguments = {name: tensor.flatten(0, 1) for name, tensor in self.batch.items()}
+        for first in range(0, len(arguments["tokens"]), AT_ONCE):
+            chosen = {name: each[first : first + AT_ONCE] for name, each in arguments.items()}
+            labels = chosen.pop("labels")
             with InFloat64():
-                documents = None if starts is None else starts[chosen]
-                logits = self.alone(tokens[chosen], doc_starts=documents)
-                loss = F.cross_entropy(
-                    logits.flatten(0, 1), labels[chosen].flatten(), reduction="sum"
-                )
+                logits = self.alone(**chosen)
+                loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
                 gradients = torch.autograd.grad(
                     GRADIENT * loss, list(parameters.values()), allow_unused=True
                 )
@@ -441,13 +441,14 @@ class Check:
             if not torch.allclose(loss, losses[rank - index], rtol=TOLERANCE):
                 self.wrong.add("loss")
                 self.differ(
-                    f"the loss of rank {rank} is not that of rank {rank - index}, beside tp"
+                    f"the loss of rank {rank} is not that of rank {rank - index}, which has the"
+                    " same tokens"
                 )
                 break
             if index == 0:
                 total += loss.sum()
         error = float((total - expected).abs() / expected.abs())
-        self.verdict.error = max(self.verdict.error, error)
+        self.error = max(self.error, error)
         if not error <= TOLERANCE:
             self.wrong.add("loss")
             self.differ(f"the loss is {float(total):.9g}, and {float(expected):.9g} in one process")
@@ -460,7 +461,7 @@ class Check:
         compared = {fqn for gradients in found for fqn in gradients.by_parameter}
         for fqn in sorted(expected.keys() - compared):
             self.differ(f"no graph has a gradient of {fqn}")
-        self.verdict.parameters = len(compared)
+        self.parameters = len(compared)
         for gradients in found:
             for fqn, own in gradients.by_parameter.items():
                 wrong = list(self.wrong_ranks(fqn, own, expected[fqn]))
@@ -483,26 +484,26 @@ class Check:
                 continue
             total = torch.stack(parts).sum(0)  # type: ignore[arg-type]
             if wanted.numel() and torch.allclose(total, wanted, rtol=TOLERANCE):
-                return f": it is not summed over {name.strip(QUOTE)}"
+                return f": it is not summed over {name.removesuffix(INNER)}"
         return ""
 
     def wrong_ranks(
         self, fqn: str, gradients: Sequence[Tensor | None], expected: Tensor
     ) -> Iterator[tuple[int, float, str]]:
         """Yield (rank, relative error, factor in words) of wrong gradients."""
-        scale = float(expected.abs().max())
+        scale = float(expected.abs().max()) or 1.0  # of a parameter that nothing depends on
         for rank, own in enumerate(gradients):
             wanted = self.part(fqn, expected, rank)
             if own is None or own.shape != wanted.shape:
                 yield rank, math.inf, " (it has another shape)"
             elif wanted.numel():
                 error = float((own - wanted).abs().max()) / scale
-                self.verdict.error = max(self.verdict.error, error)
+                self.error = max(self.error, error)
                 if not error <= TOLERANCE:
                     yield rank, error, factor_of(own, wanted)
 
     def differ(self, text: str) -> None:
-        self.verdict.differences.append(text)
+        self.differences.append(text)
 
 
 @dataclass
@@ -550,37 +551,23 @@ def shortened(value: object) -> str:
     return text if len(text) <= 40 else text[:36] + "..."
 
 
-class Batch:
-    """The tokens of a step on all data-parallel ranks."""
-
-    def __init__(self, layout: Layout, with_documents: bool):
-        generator = torch.Generator().manual_seed(0)
-        shape = (layout.dp_degree, layout.microbatch_size, layout.seq_len + 1)
-        data = torch.randint(2, layout.model.vocab_size, shape, generator=generator)
-        if with_documents:
-            data[torch.rand(shape, generator=generator) < 0.15] = BOS
-        self.tokens = data[..., :-1].contiguous()
-        self.labels = data[..., 1:].clone()
-        # Uncounted ones, more on later ranks: a local count is not a share of the global one.
-        share = torch.arange(shape[0]).view(-1, 1, 1) / shape[0] * 0.6 + 0.1
-        self.labels[torch.rand(self.labels.shape, generator=generator) < share] = IGNORED
-        self.seq_len = layout.seq_len
-        self.starts = None
-        if with_documents:
-            flat = specification.document_starts(self.tokens.flatten(0, 1), BOS)
-            self.starts = flat.view(self.tokens.shape)
-
-    def argument(self, name: str, place: Place) -> Tensor:
-        """Return a rank's argument of the model, by name."""
-        whole = {"tokens": self.tokens, "labels": self.labels, "doc_starts": self.starts}[name]
-        assert whole is not None
-        positions = specification.positions(self.seq_len, place)
-        return specification.sequences(whole, place)[:, positions]
-
-    def flat(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return tokens, labels and documents' beginnings of all sequences."""
-        starts = None if self.starts is None else self.starts.flatten(0, 1)
-        return self.tokens.flatten(0, 1), self.labels.flatten(0, 1), starts
+def random_batch(layout: Layout, with_documents: bool) -> dict[str, Tensor]:
+    """Return the arguments of the model in a step, (data-parallel ranks, B, T) each, by name."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (layout.dp_degree, layout.microbatch_size, layout.seq_len + 1)
+    data = torch.randint(2, layout.model.vocab_size, shape, generator=generator)
+    if with_documents:
+        data[torch.rand(shape, generator=generator) < 0.15] = BOS
+    tokens = data[..., :-1].contiguous()
+    labels = data[..., 1:].clone()
+    # Uncounted ones, more on later ranks: a local count is not a share of the global one.
+    share = torch.arange(shape[0]).view(-1, 1, 1) / shape[0] * 0.6 + 0.1
+    labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
+    batch = {"tokens": tokens, "labels": labels}
+    if with_documents:
+        starts = specification.document_starts(tokens.flatten(0, 1), BOS)
+        batch["doc_starts"] = starts.view(tokens.shape)
+    return batch
 
 
 def plain_model(small: SmallRecipe) -> Transformer:

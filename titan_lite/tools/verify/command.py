@@ -16,7 +16,6 @@ Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line
 """
 
 import argparse
-import math
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,18 +26,17 @@ from titan_lite.cli import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError, find_recipe, read_config
 from titan_lite.config.errors import shown
 from titan_lite.config.phases import describe_phase
-from titan_lite.distributed.layout import DEGREES
 from titan_lite.models.shapes import shape_of, shape_words
 from titan_lite.tools.plan.command import find_hardware, lay_out, world_size_of
 from titan_lite.tools.verify.check import Verdict, check_layout
 from titan_lite.tools.verify.processes import verify
 from titan_lite.tools.verify.proxy import (
-    DEGREE_OF_ANY,
     Degrees,
     every_layout,
     layout_of,
     name_of,
     parse_layout,
+    ranks_of_degrees,
 )
 
 
@@ -77,8 +75,7 @@ def own_world_size(config: Config, recipe: Path) -> int:
     """Return the ranks that a recipe is for: of its comment, or those of its degrees."""
     with suppress(ConfigError):
         return world_size_of(find_recipe(recipe))
-    degrees = [getattr(config.parallelism, key) for key in DEGREES.values()]
-    return math.prod(DEGREE_OF_ANY if degree == -1 else degree for degree in degrees)
+    return ranks_of_degrees(config)
 
 
 def build_parser() -> Parser:

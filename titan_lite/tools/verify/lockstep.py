@@ -13,115 +13,24 @@ rank of context parallelism. Their constants differ by rank (a vocabulary's firs
 an uneven shard), and are functions of coordinates (variants.py).
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.collectives import collectives
-from titan_lite.distributed.layout import AXES
 from titan_lite.distributed.step_gather import take_gradient
 from titan_lite.graph import KINDS, group_size, kind_of, parameters_of
 from titan_lite.models.experts import GROUPED_GEMM, GROUPED_GEMM_OF_WEIGHTS
+from titan_lite.tools.verify.ranks import Divergence
+from titan_lite.tools.verify.variants import FittedVariant
 
 aten = torch.ops.aten
-
-
-class Divergence(Exception):
-    """Ranks cannot go on together: an operator fails, or they are at different collectives."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of a pipeline stage, by coordinates along the axes that have more than one.
-
-    Expert parallelism has the innermost ranks of dp_shard x cp x tp. An axis of which it has a part
-    is two here: the inner one has a "'" at its end. Its groups are along axes then, unless they
-    straddle those of an axis: 4 of experts and 3 of tp.
-    """
-
-    axes: tuple[str, ...]  # the outermost first
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, degrees: Mapping[str, int], expert_parallel: int = 1) -> "Ranks":
-        found: list[tuple[str, int]] = []
-        inner = 1
-        for axis in reversed(AXES[1:]):
-            size = degrees[axis]
-            cut, straddled = divmod(expert_parallel, inner)
-            if axis != "dp_replicate" and not straddled and 1 < cut < size and size % cut == 0:
-                found += [(axis + "'", cut), (axis, size // cut)]
-            else:
-                found.append((axis, size))
-            inner *= size
-        found = [(axis, size) for axis, size in reversed(found) if size > 1]
-        return cls(tuple(axis for axis, _ in found), tuple(size for _, size in found))
-
-    def __len__(self) -> int:
-        return math.prod(self.sizes)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self)))
-
-    def stride(self, axis: int) -> int:
-        return math.prod(self.sizes[axis + 1 :])
-
-    def are_straddled(self, expert_parallel: int) -> bool:
-        """Return whether the groups of expert parallelism are not along axes."""
-        strides = map(self.stride, range(len(self.sizes)))
-        return expert_parallel not in (1, len(self), *strides)
-
-    def coordinates(self, rank: int) -> tuple[int, ...]:
-        return tuple(rank // self.stride(axis) % size for axis, size in enumerate(self.sizes))
-
-    def rank(self, coordinates: Sequence[int]) -> int:
-        return sum(index * self.stride(axis) for axis, index in enumerate(coordinates))
-
-    def by_axis(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank along dp_replicate, dp_shard, cp and tp."""
-        sizes = dict(zip(self.axes, self.sizes, strict=True))
-        found = dict(zip(self.axes, self.coordinates(rank), strict=True))
-        return {
-            axis: found.get(axis, 0) * sizes.get(axis + "'", 1) + found.get(axis + "'", 0)
-            for axis in AXES[1:]
-        }
-
-    def groups_like(self, group: Sequence[int]) -> list[list[int]]:
-        """Return the groups of all ranks along the same axes as `group`: it has one stride."""
-        size = len(group)
-        stride = group[1] - group[0] if size > 1 else 1
-        if list(group) != [group[0] + index * stride for index in range(size)]:
-            raise Divergence(f"the group {list(group)} is not along axes of the mesh")
-        first = (rank for rank in self if rank // stride % size == 0)
-        return [[start + index * stride for index in range(size)] for start in first]
-
-
-class Variant(Protocol):
-    """A graph of some ranks."""
-
-    @property
-    def graph(self) -> Graph: ...
-
-    @property
-    def groups(self) -> Mapping[Node, Sequence[Sequence[int]]]:
-        """The groups of all ranks, by collective."""
-        ...
-
-    @property
-    def constants(self) -> Mapping[str, Tensor]:
-        """The tensors that get_attr reads, by name."""
-        ...
-
-    def own_leaves(self, node: Node, rank: int) -> Mapping[int, int | float]:
-        """Return the constants of a node that differ by rank, by their index among its leaves."""
-        ...
 
 
 def in_words(node: Node) -> str:
@@ -230,7 +139,7 @@ Watch = Callable[[Node, Values], None]
 class _Run:
     """The evaluation of one variant up to its next collective."""
 
-    variant: Variant
+    variant: FittedVariant
     members: list[int]  # ranks
     inputs: Sequence[Sequence[Any]]
     watch: Watch | None = None
@@ -313,7 +222,7 @@ class _Run:
 
 
 def evaluate(
-    variants: Sequence[Variant],
+    variants: Sequence[FittedVariant],
     variant_of: Sequence[int],
     inputs: Sequence[Sequence[Any]],
     watch: Watch | None = None,

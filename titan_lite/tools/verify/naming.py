@@ -13,7 +13,6 @@ values again; wrong ones are unknown up to a result.
 
 import itertools
 import math
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,35 +21,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from titan_lite.collectives import collectives
-from titan_lite.graph import aten
-from titan_lite.tools.verify.lockstep import Ranks, Values, Watch
+from titan_lite.graph import aten, is_free
+from titan_lite.tools.verify.lockstep import Values, Watch
+from titan_lite.tools.verify.ranks import Ranks
 
 Moments = tuple[float, float]  # sum, sum of squares
 Cells = Mapping[tuple[int, ...], Tensor]  # by coordinates
-# Operators that compute nothing: a bucket is wrong in its collective.
-MOVES = {
-    operator.getitem,
-    collectives.wait_tensor.default,
+# Operators that compute nothing, beside views: a bucket is wrong in its collective.
+COPIES = {
     aten._to_copy.default,
-    aten._unsafe_view.default,
-    aten.alias.default,
     aten.cat.default,
     aten.clone.default,
     aten.constant_pad_nd.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.reshape.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.squeeze.dim,
     aten.stack.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unbind.int,
-    aten.unsqueeze.default,
-    aten.view.default,
 }
 
 
@@ -85,6 +68,11 @@ class KnownValues:
             for near in (key - 1, key, key + 1)
             for other, other_squares in self.moments.get(near, ())
         )
+
+
+def moves(node: Node) -> bool:
+    """Return True if a node computes nothing."""
+    return is_free(node) or node.target in COPIES
 
 
 def moments_of(values: Iterable[Tensor]) -> Moments:
@@ -183,7 +171,7 @@ class WatchedGraph:
         nodes = [
             node for node in self.graph.nodes if node in unknown & depends and node.all_input_nodes
         ]
-        computing = (node for node in nodes if node.target not in MOVES)
+        computing = (node for node in nodes if not moves(node))
         return next(computing, nodes[0] if nodes else None)
 
 

@@ -2,18 +2,11 @@
 
     verify(config, [layout_of(config)], steps=5)        # True if all layouts agree
 
-The *proxy* of a recipe keeps what decides whether a layout is correct: kinds of parallelism,
-schedule, activation checkpointing, compiler passes, communication, tied weights, RoPE scaling. It
-shrinks the rest: the model to the debug flavor, degrees to 2 or a little more, the batch to a few
-short sequences; layers are split evenly, and graphs run as traced, without Inductor. The proxy is
-trained in float32, with float8 matmuls if the recipe has them, on the standard library's text. The
-same model is trained with the same seed and data in one eager process without checkpointing. The
-comparison covers the losses of all steps and of validation, every gradient of the first step, the
-output of every module in its forward (in eager mode), and which experts each token has.
-
-Evaluation of graphs (check.py) sees none of: the loader, the division by the tokens of a step,
-accumulation, clipping, the optimizer, validation, float8, what passes between pipeline ranks, and
-the hooks and gathers of eager mode.
+The proxy (proxy.py) is trained in float32, with float8 matmuls if the recipe has them, on the
+standard library's text. The same model is trained with the same seed and data in one eager process
+without checkpointing. The comparison covers the losses of all steps and of validation, every
+gradient of the first step, the output of every module in its forward (in eager mode), and which
+experts each token has.
 """
 
 import os
@@ -45,16 +38,18 @@ from titan_lite.tools.verify.proxy import (
 
 
 def verify(
-    config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None
+    config: Config, layouts: Sequence[Degrees], *, steps: int, prepare: Prepare | None = None
 ) -> bool:
-    """Print a line for each layout, and return whether all agree.
+    """Print a line for each layout, and return whether all that are possible agree.
 
-    prepare: as for `run`. Raises ConfigError if the only layout is impossible.
+    prepare: as for `run`. Raises ConfigError if none is possible.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is initialized
     verification = Verification(config, layouts, steps, prepare)
     verification.print_head()
     verdicts = [verification.verify(layout) for layout in layouts]
+    if len(verification.impossible) == len(layouts):
+        raise verification.impossible[0]
     return all(verdicts)
 
 
@@ -70,23 +65,22 @@ class Verification:
     ):
         self.config = config
         self.flavor = shape_of(config.model)
-        self.layouts = layouts
         self.steps = steps
         self.prepare = prepare
         self.tolerances = LOW_PRECISION if low_precision(config) else FLOAT32
         # by what decides the batches and the model of a proxy: (layers, sequences of a step)
         self.references: dict[tuple[int, int], Observed] = {}
+        self.impossible: list[ConfigError] = []  # why, of the layouts that are
         self.width = max(len(name) for name in ("layout", *map(name_of, layouts)))  # first column
 
     def print_head(self) -> None:
         low = low_precision(self.config)
         kind = f"{low.name} {low.scales} beside float32" if low else "float32"
+        model = proxy_model(self.flavor, 1)
         print(
-            f"scaled-down proxy of {shape_words(self.config.model)}:"
-            f" {proxy_model(self.flavor, 1).n_layers} layers or more, dim"
-            f" {proxy_model(self.flavor, 1).dim},"
-            f" {kind}, {SEQUENCES} sequences of {SEQ_LEN} tokens a step, {self.steps} steps;"
-            " expected: one eager process"
+            f"scaled-down proxy of {shape_words(self.config.model)}: {model.n_layers} layers or"
+            f" more, dim {model.dim}, {kind}, {SEQUENCES} sequences of {SEQ_LEN} tokens a step,"
+            f" {self.steps} steps; expected: one eager process"
         )
         print(
             f"tolerances, relative: loss {self.tolerances.loss:g}, gradient"
@@ -107,16 +101,12 @@ class Verification:
         )
 
     def verify(self, layout: Degrees) -> bool:
-        """Print the row of a layout, and return False if it differs or fails.
-
-        Raises ConfigError if it is impossible and the only one.
-        """
+        """Print the row of a layout, and return False if it differs or fails."""
         small = proxy(self.config, layout, self.steps)
         try:
             model = with_enough_layers(small, self.flavor, processes_of(layout))
         except ConfigError as error:
-            if len(self.layouts) == 1:
-                raise
+            self.impossible.append(error)
             self._print_row(layout, f"not possible: {error}")
             return True
         expected = self._reference(small, model)

@@ -61,12 +61,7 @@ def layout_of(config: Config, world_size: int | None = None) -> Degrees:
     as long as the recipe has more and MAX_PROCESSES are enough, that which is the furthest from the
     recipe first. Raises ConfigError if the recipe's degrees do not make up `world_size`.
     """
-    if world_size:
-        wanted = resolve_degrees(config.parallelism, world_size)
-    else:
-        wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
-        if wanted["dp_shard"] == -1:
-            wanted["dp_shard"] = DEGREE_OF_ANY
+    wanted = resolve_degrees(config.parallelism, world_size or ranks_of_degrees(config))
     layout = {axis: min(2, degree) for axis, degree in wanted.items()}
     layout["ep"] = min(2, config.parallelism.expert_parallel_degree)
     growing = [axis for axis in AXES if axis not in ("pp", "tp")]
@@ -76,6 +71,12 @@ def layout_of(config: Config, world_size: int | None = None) -> Degrees:
         if larger[axis] > wanted[axis] or processes_of(larger) > MAX_PROCESSES:
             return layout
         layout = larger
+
+
+def ranks_of_degrees(config: Config) -> int:
+    """Return the ranks that a recipe's degrees are for."""
+    degrees = [getattr(config.parallelism, key) for key in DEGREES.values()]
+    return math.prod(DEGREE_OF_ANY if degree == -1 else degree for degree in degrees)
 
 
 def every_layout(experts: bool = False) -> list[Degrees]:

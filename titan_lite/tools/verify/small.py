@@ -10,8 +10,10 @@ equal modules beside them.
 """
 
 import dataclasses
+import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +22,10 @@ from titan_lite.config import KEYS_OF_MODULES, Config
 from titan_lite.config.families import ModelConfig
 from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.distributed.parallelize import kept_gathered
-from titan_lite.distributed.pipeline_schedule import PipelineSchedule, backwards_of
+from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.feature import features_of, low_precision
 from titan_lite.sharding import chunk_size
+from titan_lite.tools.plan.trace import blocks_in, checkpointing_period, modules_beside_blocks
 
 BLOCKS = 2  # of a stage: each of the joints between blocks, and those with what is around them
 LARGEST_BLOCKS = 4  # for checkpointing that repeats after more blocks
@@ -37,7 +40,7 @@ class SmallRecipe:
 
     config: Config
     layout: Layout  # of the ranks of one pipeline stage
-    chain: Sequence[PipelineSchedule]  # one stage each, in the order of the model
+    chain: Sequence[Sequence[str]]  # the modules of each kind of stage, in the order of the model
     backwards: Sequence[frozenset[str]]  # of each, as in `backwards_of`
     without: Sequence[str]  # what of the recipe is not in it, in words
 
@@ -45,7 +48,7 @@ class SmallRecipe:
 def small_recipe(config: Config, real: Layout) -> SmallRecipe:
     """Return the small version of a recipe with the layout `real`."""
     chain, backwards = _chain_of(config, real)
-    n_layers = sum(len(_blocks(modules)) for modules in chain)
+    n_layers = sum(map(blocks_in, chain))
     model = dataclasses.replace(_model(real), n_layers=n_layers)
     batch = _batch(config, real, model)
     config = with_existing_blocks(config, n_layers).replace(
@@ -68,8 +71,7 @@ def small_recipe(config: Config, real: Layout) -> SmallRecipe:
     config, without = _exact(config)
     layout = Layout.from_config(config, real.world_size // real.degrees["pp"], model)
     layout = dataclasses.replace(layout, gathers_once=real.gathers_once)
-    stages = [PipelineSchedule((tuple(modules),), (0,), 1) for modules in chain]
-    return SmallRecipe(config, layout, stages, backwards, without)
+    return SmallRecipe(config, layout, chain, backwards, without)
 
 
 def with_data_parallelism_alone(small: SmallRecipe) -> SmallRecipe:
@@ -104,22 +106,19 @@ def _chain_of(config: Config, real: Layout) -> tuple[list[list[str]], list[froze
     """Return the modules of each kind of stage, with blocks numbered through, and its kinds of
     backward.
     """
-    kinds: dict[tuple[str, ...], frozenset[str]] = {}
+    kinds: dict[tuple[str, ...], frozenset[str]] = defaultdict(frozenset)
     has_blocks: dict[tuple[str, ...], bool] = {}
     backwards = backwards_of(config.parallelism, real.pipeline)
     for modules, own in zip(real.pipeline.modules, backwards, strict=True):
-        beside = tuple(fqn for fqn in modules if not fqn.startswith("layers."))
-        kinds[beside] = kinds.get(beside, frozenset()) | own
-        has_blocks[beside] = has_blocks.get(beside, False) or len(_blocks(modules)) > 0
-    blocks = _blocks_of_stage(config)
+        beside = modules_beside_blocks(modules)
+        kinds[beside] |= own
+        has_blocks[beside] = blocks_in(modules) > 0
+    blocks = min(LARGEST_BLOCKS, max(BLOCKS, checkpointing_period(config)))
+    numbers = itertools.count()
     chain = []
-    number = 0
     for beside in kinds:
-        own_blocks = blocks if has_blocks[beside] else 0
-        layers = [f"layers.{number + index}" for index in range(own_blocks)]
-        number += own_blocks
-        embedding = [fqn for fqn in beside if fqn == "tok_embeddings"]
-        chain.append([*embedding, *layers, *(fqn for fqn in beside if fqn not in embedding)])
+        layers = [f"layers.{next(numbers)}" for _ in range(blocks if has_blocks[beside] else 0)]
+        chain.append([*beside, *layers])
     return chain, list(kinds.values())
 
 
@@ -146,16 +145,6 @@ def _batch(config: Config, real: Layout, model: ModelConfig) -> int:
         lambda batch: saves_logits(batch * model.max_seq_len // cp, model),
         saves_logits(real.tokens_per_microbatch, real.model),
     )
-
-
-def _blocks_of_stage(config: Config) -> int:
-    option = config.activation_checkpoint.selective_ac_option
-    digits = re.search(r"\d+", option) if config.activation_checkpoint.mode == "selective" else None
-    return min(LARGEST_BLOCKS, max(BLOCKS, int(digits[0]) if digits else 0))
-
-
-def _blocks(modules: Sequence[str]) -> list[str]:
-    return [fqn for fqn in modules if fqn.startswith("layers.")]
 
 
 def _model(real: Layout) -> ModelConfig:

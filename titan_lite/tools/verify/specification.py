@@ -63,7 +63,7 @@ def positions(seq_len: int, place: Place) -> list[int]:
     return [start * chunk + offset for start in chunks for offset in range(chunk)]
 
 
-def part(fqn: str, tensor: Tensor, place: Place, styles: Mapping[str, str] | None = None) -> Tensor:
+def part(fqn: str, tensor: Tensor, place: Place, styles: Mapping[str, str]) -> Tensor:
     """Return a rank's shard of a parameter, or of its gradient.
 
     styles: of a family's own modules, by their names in a block.
@@ -71,14 +71,12 @@ def part(fqn: str, tensor: Tensor, place: Place, styles: Mapping[str, str] | Non
     return rows(fqn, unsharded(fqn, tensor, place, styles), place)
 
 
-def unsharded(
-    fqn: str, tensor: Tensor, place: Place, styles: Mapping[str, str] | None = None
-) -> Tensor:
+def unsharded(fqn: str, tensor: Tensor, place: Place, styles: Mapping[str, str]) -> Tensor:
     """Return what tensor or expert parallelism leaves of a parameter, before it is sharded."""
     if of_experts(tensor):
         place_in_replica, _ = place.along("dp_shard", "cp", "tp")
         return cut(tensor, 0, place_in_replica % place.degrees["ep"], place.degrees["ep"])
-    dim = split_dim(fqn, styles or {})
+    dim = split_dim(fqn, styles)
     return tensor if dim is None else cut(tensor, dim, *place.along("tp"))
 
 

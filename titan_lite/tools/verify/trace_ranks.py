@@ -1,8 +1,6 @@
 """Trace the graphs of a small recipe's stages as given ranks have them, after all passes.
 
-    ranks = FirstRanksChoices()
-    with fake_world(small.layout.world_size, rank=3):
-        traced = trace_stage(small, 0, ranks)
+    traced = trace_stage(small, index=0, rank=3, choices=FirstRanksChoices())
     traced.graphs["backward"], traced.groups
 
 No process is started: the process group is fake, and what a graph computes with it has no meaning.
@@ -42,16 +40,18 @@ from titan_lite.distributed.axes import ranks_in
 from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
 from titan_lite.distributed.mesh import build_mesh, data_rank
 from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.pipeline_schedule import PipelineSchedule
 from titan_lite.distributed.simple_fsdp import materialize
 from titan_lite.dtensor import local
 from titan_lite.graph import KINDS, group_of
+from titan_lite.tools.plan.trace import stage_inputs
 from titan_lite.tools.verify.small import SmallRecipe
 
 PACKAGE = Path(titan_lite.__file__).parent
 TRACERS = (str(PACKAGE / "compile"), str(PACKAGE / "tools"))
 # Code that model code calls.
+COLLECTIVES = PACKAGE / "collectives.py"
 BENEATH = (
-    str(PACKAGE / "collectives.py"),
     str(Path(torch.__file__).parent),
     sysconfig.get_path("stdlib"),
     "<",
@@ -59,7 +59,7 @@ BENEATH = (
 
 
 @contextmanager
-def fake_world(world_size: int, rank: int) -> Iterator[None]:
+def _fake_world(world_size: int, rank: int) -> Iterator[None]:
     """Return a context in which this process is a rank of a fake process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -113,10 +113,11 @@ def _line_of(frame: FrameType | None) -> str | None:
         file = frame.f_code.co_filename
         if file.startswith(TRACERS):
             return None
-        if not file.startswith(BENEATH):
-            path = Path(file)
-            name = path.relative_to(PACKAGE.parent) if path.is_relative_to(PACKAGE) else path
-            return f"{name}:{frame.f_lineno}"
+        path = Path(file)
+        if path.is_relative_to(PACKAGE) and path != COLLECTIVES:
+            return f"{path.relative_to(PACKAGE.parent)}:{frame.f_lineno}"
+        if path != COLLECTIVES and not file.startswith(BENEATH):
+            return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
@@ -138,17 +139,18 @@ class FirstRanksChoices(OneRank):
 class _Keep(GraphPasses):
     """The passes of the recipe, which keep the graphs."""
 
-    def __init__(self, small: SmallRecipe, ranks: FirstRanksChoices):
+    def __init__(self, small: SmallRecipe, choices: FirstRanksChoices):
         compile = small.config.compile
-        # Without a machine all that can be cut into chunks of tokens is; buckets by cost need one.
+        # Without a machine every block that can be cut into chunks of tokens is; buckets by cost
+        # need one.
         machine = None
         if compile.buckets_across_blocks:
             # One node: on several, the costs of a rank depend on its place in its node (3 ranks of
             # tp may be on two nodes of 8), and so does where its waits stand.
             machine = load_machine(compile.machine or "H100")
             machine = dataclasses.replace(machine, ranks_per_node=small.layout.world_size)
-        ranks.taken = 0
-        settings = PassSettings(compile, machine, ranks=ranks)
+        choices.taken = 0
+        settings = PassSettings(compile, machine, ranks=choices)
         super().__init__(settings, choose_passes(small.config))
         self.graphs: dict[str, GraphModule] = {}
 
@@ -160,16 +162,29 @@ class _Keep(GraphPasses):
 def trace_stage(
     small: SmallRecipe,
     index: int,
-    ranks: FirstRanksChoices,
+    rank: int,
+    choices: FirstRanksChoices,
     mode: AbstractContextManager[object] | None = None,
 ) -> TracedStage:
-    """Return stage `index` of the chain as this rank of a fake world has it.
+    """Return stage `index` of the chain as a rank has it.
 
-    ranks: one object for all ranks of the stage, of which the first is traced first.
+    choices: one object for all ranks of the stage, of which the first is traced first.
     mode: in which tensors are made and the stage runs, such as FakeTensorMode for real sizes.
     """
-    graph_passes = _Keep(small, ranks)
-    layout = dataclasses.replace(small.layout, pipeline=small.chain[index])
+    with _fake_world(small.layout.world_size, rank):
+        return _trace(small, index, choices, mode)
+
+
+def _trace(
+    small: SmallRecipe,
+    index: int,
+    choices: FirstRanksChoices,
+    mode: AbstractContextManager[object] | None,
+) -> TracedStage:
+    """Return stage `index` of the chain as this rank of a fake world has it."""
+    graph_passes = _Keep(small, choices)
+    pipeline = PipelineSchedule((tuple(small.chain[index]),), (0,), 1)
+    layout = dataclasses.replace(small.layout, pipeline=pipeline)
     mesh = build_mesh(layout.degrees, "cpu")
     parallel = parallelize(
         small.config, layout, mesh, graph_passes=graph_passes, backwards=[small.backwards[index]]
@@ -184,18 +199,8 @@ def trace_stage(
         materialize(stage.model, torch.device("cpu"))
         if layout.gathers_once:
             stack.enter_context(stage.gathered_for_step(microbatches=1))
-        ids = torch.zeros(layout.microbatch_size, len(stage.model.positions), dtype=torch.long)
-        arguments = {"labels": ids} if stage.model.output is not None else {}
-        if small.config.training.mask_documents:
-            arguments["doc_starts"] = ids
-        hidden = torch.zeros(
-            layout.microbatch_size,
-            len(stage.model.positions) // layout.degrees["tp"],
-            layout.model.dim,
-            dtype=getattr(torch, small.config.training.mixed_precision_param),
-            requires_grad=True,
-        )
-        stage(hidden if stage.model.tok_embeddings is None else ids, **arguments)
+        inputs = stage_inputs(small.config, layout, stage)
+        stage(inputs.input, **inputs.model_kwargs)
         once: dict[str, Sequence[str]] = {}
         if layout.gathers_once:
             specs = stage.sharding.specs

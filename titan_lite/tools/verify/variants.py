@@ -19,9 +19,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from titan_lite.collectives import collectives
-from titan_lite.graph import KINDS, group_of
-from titan_lite.tools.verify.lockstep import Divergence, Ranks
+from titan_lite.graph import KINDS, group_of, waits_of
+from titan_lite.tools.verify.ranks import Divergence, Ranks
 from titan_lite.tools.verify.trace_ranks import TracedStage
 
 DRAWN = 3  # ranks that fits are compared with
@@ -283,11 +282,8 @@ def check_waits(traced: TracedStage) -> None:
         for node in module.graph.nodes:
             if node.target not in KINDS:
                 continue
-            early = [user for user in node.users if not is_wait(user) and user.op != "output"]
-            if early or not any(map(is_wait, node.users)):
+            waits = waits_of(node)
+            early = [user for user in node.users if user not in waits and user.op != "output"]
+            if early or not waits:
                 what = f"{early[0]} reads it" if early else "nothing waits for it"
                 raise Divergence(f"rank {traced.rank}: {name}:{node}: {what}")
-
-
-def is_wait(node: Node) -> bool:
-    return node.target is collectives.wait_tensor.default

@@ -1,7 +1,5 @@
 """Right layouts agree when their graphs are evaluated for all ranks."""
 
-import logging
-
 import pytest
 from tiny import RECIPES
 
@@ -9,30 +7,16 @@ from titan_lite.config import load_config
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.tools.verify import command
 from titan_lite.tools.verify.check import check_layout
-from titan_lite.tools.verify.lockstep import Ranks
+from titan_lite.tools.verify.proxy import KEYS
+from titan_lite.tools.verify.ranks import Ranks
 from titan_lite.tools.verify.variants import fitted
-
-
-@pytest.fixture(autouse=True)
-def no_record_of_each_trace(monkeypatch):
-    """pytest would keep every record of torch's structured log."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.ERROR)
-
 
 ALWAYS = "--parallelism.fsdp_reshard_after_forward=always"
 
 
 def degrees(**keys):
     """Options for a recipe: the degrees by axis, 1 for others."""
-    names = {
-        "dp_replicate": "data_parallel_replicate_degree",
-        "dp_shard": "data_parallel_shard_degree",
-        "cp": "context_parallel_degree",
-        "tp": "tensor_parallel_degree",
-        "pp": "pipeline_parallel_degree",
-        "ep": "expert_parallel_degree",
-    }
-    return [f"--parallelism.{name}={keys.get(axis, 1)}" for axis, name in names.items()]
+    return [f"--parallelism.{key}={keys.get(axis, 1)}" for axis, key in KEYS.items()]
 
 
 def checked(recipe, world_size, *options):

@@ -12,9 +12,10 @@ from titan_lite.config import load_config
 from titan_lite.distributed.layout import Layout
 from titan_lite.graph import kind_of
 from titan_lite.tools.verify import lockstep, specification
-from titan_lite.tools.verify.check import Check, Verdict
+from titan_lite.tools.verify.check import Check
 from titan_lite.tools.verify.lockstep import in_words
-from titan_lite.tools.verify.naming import MOVES
+from titan_lite.tools.verify.naming import moves
+from titan_lite.tools.verify.ranks import Divergence
 from titan_lite.tools.verify.small import small_recipe
 from titan_lite.tools.verify.variants import FittedVariant
 
@@ -25,30 +26,28 @@ RIGHT = lockstep.communicate
 
 @functools.cache
 def traced():
-    """The check of a layout, and its stages."""
+    """The check of a layout, of one stage."""
     options = [
         "--parallelism.data_parallel_shard_degree=2",
         "--parallelism.tensor_parallel_degree=2",
         "--parallelism.fsdp_communication=microbatch",
     ]
     config = load_config(RECIPES / "llama3_8b.toml", options)
-    check = Check(small_recipe(config, Layout.from_config(config, RANKS)), verdict())
-    return check, [check.stage(0)]
-
-
-def verdict():
-    return Verdict(RANKS, {}, [])
+    check = Check(small_recipe(config, Layout.from_config(config, RANKS)))
+    check.trace()
+    return check
 
 
 def differences():
     """What is found when the graphs are evaluated once more."""
-    check, stages = traced()
-    check.verdict = verdict()
+    check = traced()
+    check.differences = []
+    check.wrong = set()
     try:
-        check.evaluate(stages)
-    except lockstep.Divergence as error:
+        check.evaluate()
+    except Divergence as error:
         return [str(error)]
-    return check.verdict.differences
+    return check.differences
 
 
 def left_out(node, values, groups):
@@ -82,7 +81,7 @@ FAULTS = {
 
 def planted():
     """(graph, collective, fault) of every collective that sums or gathers."""
-    _, (stage,) = traced()
+    (stage,) = traced().stages
     return [
         (name, node, fault)
         for name in GRAPHS
@@ -99,31 +98,24 @@ def gathers_sums_of_logits(node):
 
 
 def evaluated(faults, monkeypatch):
-    """Yield (graph, collective, fault in words, differences) with each fault in turn."""
+    """The faults with which the graphs still agree, and those that are not named within two
+    operators: in words, with what is named.
+    """
+    check = traced()
+    accepted, unnamed = [], []
     for name, node, fault in faults:
 
         def wrong(other, values, groups, node=node, fault=fault):
             return (fault if other is node else RIGHT)(other, values, groups)
 
         monkeypatch.setattr(lockstep, "communicate", wrong)
-        yield name, node, f"{name}:{node} {fault.__name__}", differences()
-
-
-def accepted(faults, monkeypatch):
-    """The faults with which the graphs still agree, in words."""
-    return [words for *_, words, found in evaluated(faults, monkeypatch) if not found]
-
-
-def not_named(faults, monkeypatch):
-    """The faults that are not named within two operators, in words with what is named."""
-    check, stages = traced()
-    found = []
-    for name, node, words, _ in evaluated(faults, monkeypatch):
-        first_wrong = check.first_wrong(stages)
-        near = {f"{name}: {in_words(other)}" for other in within_two_operators(node)}
-        if first_wrong not in near:
-            found.append(f"{words}: {first_wrong}")
-    return found
+        words = f"{name}:{node} {fault.__name__}"
+        if not differences():
+            accepted.append(words)
+        first_wrong = check.name_first_wrong()
+        if first_wrong not in {f"{name}: {in_words(near)}" for near in within_two_operators(node)}:
+            unnamed.append(f"{words}: {first_wrong}")
+    return accepted, unnamed
 
 
 def within_two_operators(node):
@@ -132,7 +124,7 @@ def within_two_operators(node):
     left = [node]
     for source in left:
         for user in source.users:
-            distance = distances[source] + (user.target not in MOVES)
+            distance = distances[source] + (not moves(user))
             if distance < distances.get(user, 3):
                 distances[user] = distance
                 left.append(user)
@@ -143,32 +135,23 @@ def test_the_right_graphs_agree():
     assert differences() == []
 
 
-def test_faults_of_collectives_are_differences(monkeypatch):
+def test_faults_of_collectives_are_differences_and_are_named(monkeypatch):
     faults = planted()
     assert len(faults) >= 60
-    assert accepted(faults[:: len(faults) // 5], monkeypatch) == []
-
-
-def test_faults_of_collectives_are_named(monkeypatch):
-    faults = planted()
-    assert not_named(faults[:: len(faults) // 4], monkeypatch) == []
+    assert evaluated(faults[:: len(faults) // 4], monkeypatch) == ([], [])
 
 
 @pytest.mark.release
-def test_nine_of_ten_faults_of_collectives_are_named(monkeypatch):
+def test_all_faults_of_collectives_are_differences_and_nine_of_ten_are_named(monkeypatch):
     faults = planted()
-    unnamed = not_named(faults, monkeypatch)
+    accepted, unnamed = evaluated(faults, monkeypatch)
+    assert accepted == []
     assert len(unnamed) <= len(faults) / 10, unnamed
-
-
-@pytest.mark.release
-def test_all_faults_of_collectives_are_differences(monkeypatch):
-    assert accepted(planted(), monkeypatch) == []
 
 
 def test_a_constant_of_another_rank_is_a_difference(monkeypatch):
     right = FittedVariant.own_leaves
-    _, (stage,) = traced()
+    (stage,) = traced().stages
     constants = list(stage.of["forward"][0].own)
     assert constants
 
@@ -192,18 +175,17 @@ def test_a_constant_of_another_rank_is_a_difference(monkeypatch):
     ids=["columns", "rows", "sequences", "positions", "shards"],
 )
 def test_a_mistake_in_the_specification_is_noticed(mistake, monkeypatch):
-    check, (stage,) = traced()
+    check = traced()
     mistake(monkeypatch)
     monkeypatch.setattr(check, "shared", {})
-    found = differences()
-    check.verdict = verdict()
-    for rank in stage.traced.values():
+    found = [*differences()]
+    for rank in check.stages[0].traced.values():
         check.compare_with_specification(rank)
-    assert found or check.verdict.differences
+    assert found or check.differences
 
 
 def test_a_gradient_that_is_not_summed_names_its_parameter_and_its_axis(monkeypatch):
-    _, (stage,) = traced()
+    (stage,) = traced().stages
     norms = [node for node in stage.of["backward"][0].groups if kind_of(node) == "all_reduce"]
-    accepted([("backward", norms[0], left_out)], monkeypatch)
+    evaluated([("backward", norms[0], left_out)], monkeypatch)
     assert any("norm.weight" in each and "not summed over tp" in each for each in differences())

@@ -3,7 +3,7 @@ a layout of few ranks.
 """
 
 import dataclasses
-import logging
+import math
 
 import pytest
 import torch
@@ -25,10 +25,9 @@ from titan_lite.distributed.mesh import PARAMETER_AXES
 from titan_lite.distributed.param_collectives import ShardSpec
 from titan_lite.features.moe import balance
 from titan_lite.models import loss
-from titan_lite.tools.verify import trace_ranks
-from titan_lite.tools.verify.check import check_layout
+from titan_lite.tools.verify import check, trace_ranks
+from titan_lite.tools.verify.proxy import KEYS
 
-NAMES = {**DEGREES, "ep": "expert_parallel_degree"}
 THIS = "test_faults_in_sources.py"  # the fault's own line
 FAULTS = {}  # name: (what plants it, degrees, options, what the verdict names)
 
@@ -238,17 +237,14 @@ def one_rank_joins_tokens_in_another_order(patch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_source_is_a_difference_and_is_named(name, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.ERROR)
+    monkeypatch.setattr(check, "compare_sizes", lambda *_: None)
     plant, degrees, options, named = FAULTS[name]
-    keys = [f"--parallelism.{key}={degrees.get(axis, 1)}" for axis, key in NAMES.items()]
+    keys = [f"--parallelism.{key}={degrees.get(axis, 1)}" for axis, key in KEYS.items()]
     is_of_experts = "ep" in degrees or any("experts" in option for option in options)
     recipe = "qwen3_moe_debug" if is_of_experts else "llama3_8b"
     config = load_config(RECIPES / f"{recipe}.toml", [*keys, *options])
-    ranks = 1
-    for axis in DEGREES:
-        ranks *= degrees.get(axis, 1)
-    layout = Layout.from_config(config, ranks)
+    layout = Layout.from_config(config, math.prod(degrees.get(axis, 1) for axis in DEGREES))
     plant(monkeypatch)
-    verdict = check_layout(config, layout, with_real_sizes=False)
+    verdict = check.check_layout(config, layout)
     assert not verdict.agrees
     assert named in (verdict.first_wrong or verdict.differences[0])

@@ -1,6 +1,6 @@
 """Random legal layouts agree when their graphs are evaluated for all ranks."""
 
-import logging
+import math
 import random
 
 import pytest
@@ -37,20 +37,12 @@ CHOICES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_record_of_each_trace(monkeypatch):
-    """pytest would keep every record of torch's structured log."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "level", logging.ERROR)
-
-
 def drawn_layout(generator):
     """Return (recipe, ranks, options), which may be illegal."""
     recipe = generator.choice(["debug_model", "qwen3_moe_debug"])
     degrees = {axis: generator.choice([1, 1, 2, 3, 4, 8]) for axis in DEGREES}
     degrees["pp"] = generator.choice([1, 1, 2])
-    ranks = 1
-    for degree in degrees.values():
-        ranks *= degree
+    ranks = math.prod(degrees.values())
     options = [f"--parallelism.{key}={degrees[axis]}" for axis, key in DEGREES.items()]
     if recipe == "qwen3_moe_debug":
         options.append(f"--parallelism.expert_parallel_degree={generator.choice([1, 2, 4, 8])}")
