@@ -1,5 +1,6 @@
-"""Check the actions of every rank of a pipeline: pure Python, no tensors.
+"""Check the stages of a pipeline, and the actions of every rank: no tensors.
 
+    for what in wrong_stages(layout.pipeline, n_layers): ...
     for what in wrong_actions(order_of(config.parallelism, layout.pipeline), layout.pipeline):
         ...                                 # in words; none if the schedule is right
 
@@ -11,8 +12,34 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
+from torch import nn
+
+from titan_lite.distributed.pipeline import keep_modules
 from titan_lite.distributed.pipeline_schedule import Order, PipelineSchedule, computations
 from titan_lite.tools.plan.timetable import run_order
+from titan_lite.tools.verify import specification
+
+
+def wrong_stages(pipeline: PipelineSchedule, n_layers: int) -> Iterator[str]:
+    """Yield what is wrong with the modules of the stages, and with what is left of the model on
+    each.
+    """
+    modules = specification.modules(n_layers)
+    of_stages = [fqn for stage in pipeline.modules for fqn in stage]
+    if of_stages != modules:
+        lost = [fqn for fqn in modules if fqn not in of_stages]
+        how = f"{', '.join(lost)} are in none" if lost else "they are in another order, or twice"
+        yield f"the stages do not have the modules of the model: {how}"
+    for number, stage in enumerate(pipeline.modules):
+        model = nn.Module()
+        model.layers = nn.ModuleDict()
+        for fqn in modules:
+            parent, _, name = fqn.rpartition(".")
+            model.get_submodule(parent).add_module(name, nn.Identity())
+        keep_modules(model, stage)
+        left = {fqn for fqn, module in model.named_modules() if isinstance(module, nn.Identity)}
+        if left != set(stage):
+            yield f"stage {number} has {', '.join(sorted(left - set(stage)))}, which are of others"
 
 
 def wrong_actions(order: Order, pipeline: PipelineSchedule) -> Iterator[str]:

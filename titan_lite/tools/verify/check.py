@@ -24,16 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from titan_lite.compile.errors import CompileError
 from titan_lite.compile.model_parts import Value
-from titan_lite.config import Config, flatten
+from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.config.errors import shown
 from titan_lite.config.families import find_family
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.distributed.pipeline_schedule import order_of
 from titan_lite.models.experts import routers_of
 from titan_lite.models.transformer import Transformer
+from titan_lite.text import error_line
 from titan_lite.tools.plan.trace import blocks_in, modules_beside_blocks
 from titan_lite.tools.verify import specification
-from titan_lite.tools.verify.actions import wrong_actions
+from titan_lite.tools.verify.actions import wrong_actions, wrong_stages
 from titan_lite.tools.verify.bridge import differences, not_alike, other_dtypes, real_sizes
 from titan_lite.tools.verify.lockstep import InFloat64, evaluate, in_words
 from titan_lite.tools.verify.naming import KnownValues, WatchedValues
@@ -44,10 +47,8 @@ from titan_lite.tools.verify.trace_ranks import FirstRanksChoices, TracedStage, 
 from titan_lite.tools.verify.variants import StageVariants
 
 TOLERANCE = 1e-8  # relative; float64 leaves 1e-10
-IGNORED = -100  # a label that is not counted
 AT_ONCE = 8  # sequences that the plain model computes at a time
 GRADIENT = 0.37  # that backward begins with, of the loss of each sequence
-BOS = 1
 TABLE, COPY = "tok_embeddings.weight", "output.weight"  # of tied embeddings in a pipeline
 OfParameters = dict[str, list[Any]]  # a tensor of each parameter, by FQN and rank
 
@@ -78,11 +79,13 @@ def check_layout(config: Config, layout: Layout) -> Verdict:
     small = small_recipe(config, layout)
     check = Check(small)
     order = order_of(config.parallelism, layout.pipeline)
+    check.differences += wrong_stages(layout.pipeline, layout.model.n_layers)
     check.differences += wrong_actions(order, layout.pipeline)
     not_covered = [*small.without, *not_covered_of(config, layout)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are small: more threads wait longer than they compute
     try:
+        check.compute_reference()
         check.trace()
         if config.compile.buckets_across_blocks:
             not_covered.append("graphs at real sizes, which have other buckets by cost")
@@ -91,6 +94,9 @@ def check_layout(config: Config, layout: Layout) -> Verdict:
         check.run()
     except Divergence as error:
         check.differences.append(str(error))
+    except CompileError as error:
+        cause = error.__cause__ or error
+        check.differences.append(f"its graphs cannot be made: {error_line(cause)}")
     finally:
         torch.set_num_threads(threads)
     return Verdict(
@@ -110,10 +116,12 @@ def check_layout(config: Config, layout: Layout) -> Verdict:
 def not_covered_of(config: Config, layout: Layout) -> Iterator[str]:
     """Yield what evaluation of graphs does not see of a recipe, in words."""
     yield (
-        "what is outside of graphs: the division by the tokens of a step, loader, clipping,"
-        " optimizer and eager mode, of which `--processes` trains a proxy; checkpoints;"
-        " asynchronous tensor parallelism; Inductor's kernels; rounding"
+        "loader, division by the tokens of a step, clipping, optimizer, validation and eager mode"
+        " (`--processes` trains a small model with them); initialization; checkpoints; asynchronous"
+        " tensor parallelism; Inductor's kernels; rounding"
     )
+    if layout.model.n_experts:
+        yield "updates of the balance of experts, and its scale"
     if layout.degrees["pp"] > 1:
         yield "sends and receives between pipeline ranks"
     if layout.copies_table:
@@ -161,7 +169,6 @@ class Check:
         degrees = {**self.layout.degrees, "ep": self.layout.expert_parallel}
         self.places = [Place(degrees, self.ranks.by_axis(rank)) for rank in self.ranks]
         self.styles = find_family(self.layout.model.family).styles
-        self.batch = random_batch(self.layout, small.config.training.mask_documents)
         self.alone = plain_model(small)
         self.stages: list[StageVariants] = []
         self.watcher: KnownValues | WatchedValues | None = None
@@ -215,6 +222,19 @@ class Check:
         losses, found = self.run_graphs()
         self.compare_loss(losses, loss)
         self.compare_gradients(found, gradients)
+
+    def compute_reference(self) -> None:
+        """Compute `reference`. Raises ConfigError for a model that cannot be so small."""
+        try:
+            _ = self.reference
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            model = self.layout.model
+            raise ConfigError(
+                f"model.name = {shown(model.family)}: at the small sizes that verify evaluates (dim"
+                f" {model.dim}, {model.n_heads} heads of {model.head_dim}, hidden_dim"
+                f" {model.hidden_dim}) it fails in one process: {error_line(error)}; use"
+                " --processes, which trains the flavor debug"
+            ) from error
 
     def run_graphs(self) -> tuple[list[Tensor], list["Gradients"]]:
         """Return the loss of each rank, and the gradients of each stage and kind of backward."""
@@ -272,12 +292,14 @@ class Check:
 
     def shapes_of(self, fqn: str, rank: int) -> tuple[torch.Size, torch.Size]:
         """Return the shapes of what a rank computes with, and of its shard."""
-        place = self.places[rank]
-        whole = specification.unsharded(fqn, self.parameter(fqn), place, self.styles)
-        return whole.shape, specification.rows(fqn, whole, place).shape
+        whole = self.unsharded(fqn, rank)
+        return whole.shape, specification.rows(fqn, whole, self.places[rank]).shape
 
     def parameter(self, fqn: str) -> Tensor:
         return self.alone.get_parameter(fqn).detach()
+
+    def unsharded(self, fqn: str, rank: int) -> Tensor:
+        return specification.unsharded(fqn, self.parameter(fqn), self.places[rank], self.styles)
 
     def part(self, fqn: str, tensor: Tensor, rank: int) -> Tensor:
         return specification.part(fqn, tensor, self.places[rank], self.styles)
@@ -323,7 +345,7 @@ class Check:
     def argument(self, name: str, place: Place) -> Tensor:
         """Return a rank's argument of the model, by name."""
         positions = specification.positions(self.layout.seq_len, place)
-        return specification.sequences(self.batch[name], place)[:, positions]
+        return specification.sequences(self.small.batch[name], place)[:, positions]
 
     def buffer(self, name: str, place: Place) -> Tensor:
         positions = specification.positions(self.layout.seq_len, place)
@@ -345,6 +367,11 @@ class Check:
         for what, (own, wanted) in found.items():
             if own != wanted:
                 self.differ(f"rank {rank}: {what}: {shortened(own)}, not {shortened(wanted)}")
+        assert traced.batch is not None
+        arguments = {"tokens": traced.batch.input, "labels": traced.batch.label}
+        for name, argument in {**arguments, **traced.batch.model_kwargs}.items():
+            if not torch.equal(argument, self.argument(name, place)):
+                self.differ(f"rank {rank}: its {name} are not those of its place")
         for name, buffer in traced.buffers.items():
             if name.startswith("rope") or name == "own_positions":
                 right = self.buffer(name, place)
@@ -365,10 +392,11 @@ class Check:
             values = stage.first.inputs
             results = outputs.pop()
             inputs = [[*own[1:], tangents[rank]] for rank, own in enumerate(results)]
+            hidden = next(i for i, value in enumerate(values) if value.name == "tokens")
             for kind, of_inputs in self.backwards_of(stage, inputs):
                 found.append(Gradients(kind, self.by_parameter(stage, of_inputs)))
-            hidden = next(i for i, value in enumerate(values) if value.name == "tokens")
-            tangents = [own[hidden] for own in of_inputs]
+                tangents = [own[hidden] for own in of_inputs]
+                del of_inputs  # they have as much memory as the weights of all ranks
         return found
 
     def backwards_of(
@@ -391,9 +419,13 @@ class Check:
             for index, value in enumerate(stage.first.inputs)
             if value.kind == "weight" and value.index == handle
         }
-        if self.layout.gathers_once:
-            return self.run_step_graph(stage, "reduce", gradients)
-        return gradients
+        if not self.layout.gathers_once:
+            return gradients
+        for fqn, own in gradients.items():
+            for rank in self.ranks:
+                if own[rank] is None:  # nothing depends on the weight
+                    own[rank] = torch.zeros_like(self.unsharded(fqn, rank))
+        return self.run_step_graph(stage, "reduce", gradients)
 
     def run_halves(
         self, stage: StageVariants, inputs: list[list[Any]], count: int
@@ -416,7 +448,7 @@ class Check:
         parameters = dict(self.alone.named_parameters())
         total = torch.zeros((), dtype=torch.float64)
         sums: dict[str, Tensor] = {}
-        arguments = {name: tensor.flatten(0, 1) for name, tensor in self.batch.items()}
+        arguments = {name: tensor.flatten(0, 1) for name, tensor in self.small.batch.items()}
         for first in range(0, len(arguments["tokens"]), AT_ONCE):
             chosen = {name: each[first : first + AT_ONCE] for name, each in arguments.items()}
             labels = chosen.pop("labels")
@@ -494,8 +526,10 @@ class Check:
         scale = float(expected.abs().max()) or 1.0  # of a parameter that nothing depends on
         for rank, own in enumerate(gradients):
             wanted = self.part(fqn, expected, rank)
-            if own is None or own.shape != wanted.shape:
-                yield rank, math.inf, " (it has another shape)"
+            if own is None:
+                yield rank, math.inf, ": there is none"
+            elif own.shape != wanted.shape:
+                yield rank, math.inf, ": it has another shape"
             elif wanted.numel():
                 error = float((own - wanted).abs().max()) / scale
                 self.error = max(self.error, error)
@@ -549,25 +583,6 @@ def factor_of(own: Tensor, wanted: Tensor) -> str:
 def shortened(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else text[:36] + "..."
-
-
-def random_batch(layout: Layout, with_documents: bool) -> dict[str, Tensor]:
-    """Return the arguments of the model in a step, (data-parallel ranks, B, T) each, by name."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (layout.dp_degree, layout.microbatch_size, layout.seq_len + 1)
-    data = torch.randint(2, layout.model.vocab_size, shape, generator=generator)
-    if with_documents:
-        data[torch.rand(shape, generator=generator) < 0.15] = BOS
-    tokens = data[..., :-1].contiguous()
-    labels = data[..., 1:].clone()
-    # Uncounted ones, more on later ranks: a local count is not a share of the global one.
-    share = torch.arange(shape[0]).view(-1, 1, 1) / shape[0] * 0.6 + 0.1
-    labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
-    batch = {"tokens": tokens, "labels": labels}
-    if with_documents:
-        starts = specification.document_starts(tokens.flatten(0, 1), BOS)
-        batch["doc_starts"] = starts.view(tokens.shape)
-    return batch
 
 
 def plain_model(small: SmallRecipe) -> Transformer:

@@ -23,11 +23,11 @@ from pathlib import Path
 
 from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
-from titan_lite.config import Config, ConfigError, find_recipe, read_config
+from titan_lite.config import Config, ConfigError, find_recipe, read_config, world_size_of
 from titan_lite.config.errors import shown
 from titan_lite.config.phases import describe_phase
 from titan_lite.models.shapes import shape_of, shape_words
-from titan_lite.tools.plan.command import find_hardware, lay_out, world_size_of
+from titan_lite.tools.plan.command import find_hardware, lay_out
 from titan_lite.tools.verify.check import Verdict, check_layout
 from titan_lite.tools.verify.processes import verify
 from titan_lite.tools.verify.proxy import (

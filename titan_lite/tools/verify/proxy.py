@@ -48,6 +48,7 @@ MIN_LAYERS = 4  # more if the stages need them
 SEQUENCES = 16  # of a step, on every layout
 SEQ_LEN = 32  # tokens
 TOKENS = 16  # of a microbatch on a rank, at least: matmuls of few bits need them
+MAX_NORM = 0.01  # of gradients: every step clips them
 DEGREE_OF_ANY = 4  # dp_shard of a recipe for any number of GPUs
 
 
@@ -188,6 +189,7 @@ def _training(config: Config, layout: Degrees, steps: int) -> Training:
         # three chunks, the last one smaller
         loss_chunk_tokens=tokens * 2 // 5 if _chunks_loss(config) else -1,
         compare_replicas_freq=1,
+        max_norm=min(MAX_NORM, config.training.max_norm),
         mixed_precision_param="float32",
         mixed_precision_reduce="float32",
         attention_kernel="auto",

@@ -10,6 +10,7 @@ equal modules beside them.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -18,20 +19,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from titan_lite.config import KEYS_OF_MODULES, Config
-from titan_lite.config.families import ModelConfig
+from titan_lite.config.families import FAMILIES, ModelConfig
 from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.distributed.parallelize import kept_gathered
 from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.feature import features_of, low_precision
 from titan_lite.sharding import chunk_size
 from titan_lite.tools.plan.trace import blocks_in, checkpointing_period, modules_beside_blocks
+from titan_lite.tools.verify.specification import document_starts
 
 BLOCKS = 2  # of a stage: each of the joints between blocks, and those with what is around them
 LARGEST_BLOCKS = 4  # for checkpointing that repeats after more blocks
+SEQUENCES = 2  # of a microbatch, or some more (`_batch`)
+MOST_MORE_SEQUENCES = 4
 TOKENS = 8  # of a sequence on a rank, between blocks
-MANY_RANKS = 256  # of a stage; above, a rank has one sequence
-MOST_MORE_SEQUENCES = 4  # of a microbatch (`_batch`)
+MANY_RANKS = 256  # of a stage; with more, a sequence has half as many tokens
+BOS, NO_TOKEN = 0, 1  # a token that begins a document, and one that no sequence has
+IGNORED = -100  # a label that is not counted
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,27 @@ class SmallRecipe:
     chain: Sequence[Sequence[str]]  # the modules of each kind of stage, in the order of the model
     backwards: Sequence[frozenset[str]]  # of each, as in `backwards_of`
     without: Sequence[str]  # what of the recipe is not in it, in words
+
+    @functools.cached_property
+    def batch(self) -> dict[str, Tensor]:
+        """Random arguments of the model in a step, (data-parallel ranks, B, T) each, by name."""
+        layout = self.layout
+        generator = torch.Generator().manual_seed(0)
+        shape = (layout.dp_degree, layout.microbatch_size, layout.seq_len + 1)
+        data = torch.randint(NO_TOKEN + 1, layout.model.vocab_size, shape, generator=generator)
+        with_documents = self.config.training.mask_documents
+        if with_documents:
+            data[torch.rand(shape, generator=generator) < 0.15] = BOS
+        tokens = data[..., :-1].contiguous()
+        labels = data[..., 1:].clone()
+        # Uncounted ones, more on later ranks: a local count is not a share of the global one.
+        share = torch.arange(shape[0]).view(-1, 1, 1) / shape[0] * 0.6 + 0.1
+        labels[torch.rand(labels.shape, generator=generator) < share] = IGNORED
+        batch = {"tokens": tokens, "labels": labels}
+        if with_documents:
+            starts = document_starts(tokens.flatten(0, 1), BOS)
+            batch["doc_starts"] = starts.view(tokens.shape)
+        return batch
 
 
 def small_recipe(config: Config, real: Layout) -> SmallRecipe:
@@ -97,7 +126,7 @@ def _exact(config: Config) -> tuple[Config, list[str]]:
         without += [why] if why else []
     low = low_precision(config)
     if low is not None:
-        without.append(f"{low.name}: blocks multiply in float64")
+        without.append(f"{low.name}, its scales and its gathers: blocks multiply in float64")
         config = low.without
     return config, without
 
@@ -123,17 +152,16 @@ def _chain_of(config: Config, real: Layout) -> tuple[list[list[str]], list[froze
 
 
 def _batch(config: Config, real: Layout, model: ModelConfig) -> int:
-    """Return the sequences of a microbatch: two, or one on many ranks, or as many more as it takes
-    to save for backward what the recipe saves.
+    """Return the sequences of a microbatch: as many as it takes to save for backward what the
+    recipe saves.
 
-    The partitioner saves the gradient of the logits, or those of the hidden states and of the
-    output's weight, whichever are smaller. Only with the first does backward read that weight, and
-    gathers it again if it is not kept.
+    The partitioner saves either the gradient of the logits, or the gradients of the hidden states
+    and of the output's weight, whichever are smaller. With the gradient of the logits, backward
+    reads that weight, and gathers it again if it is not kept.
     """
-    least = 1 if real.world_size // real.degrees["pp"] > MANY_RANKS else 2
     kept = kept_gathered(config.parallelism)
     if kept is None or "output" in kept:
-        return least
+        return SEQUENCES
     tp, cp = real.degrees["tp"], real.degrees["cp"]
 
     def saves_logits(tokens: int, model: ModelConfig) -> bool:
@@ -141,7 +169,7 @@ def _batch(config: Config, real: Layout, model: ModelConfig) -> int:
         return tokens * entries <= (tokens + entries) * model.dim
 
     return first_alike(
-        range(least, least + MOST_MORE_SEQUENCES + 1),
+        range(SEQUENCES, SEQUENCES + MOST_MORE_SEQUENCES + 1),
         lambda batch: saves_logits(batch * model.max_seq_len // cp, model),
         saves_logits(real.tokens_per_microbatch, real.model),
     )
@@ -151,14 +179,21 @@ def _model(real: Layout) -> ModelConfig:
     """Return small sizes that the degrees divide as they divide the real ones."""
     shape = real.model
     tp, cp, shards = real.degrees["tp"], real.degrees["cp"], real.fsdp_degree
+    is_large = real.world_size // real.degrees["pp"] > MANY_RANKS
+    tokens = TOKENS // 2 if is_large else TOKENS
     heads_of_rank = min(4, shape.n_kv_heads // tp)
     kv_heads = tp * heads_of_rank
+    heads = kv_heads * min(2, shape.n_heads // shape.n_kv_heads)
+    dim = _rows_alike(shape.dim, shards, least=16, step=8)
     head_dim = first_alike(
         range(4, 4 * shards + 8, 4),
         lambda size: [size % shards == 0, size * heads_of_rank % shards == 0],
         [shape.head_dim % shards == 0, shape.n_kv_heads // tp * shape.head_dim % shards == 0],
     )
-    dim = _rows_alike(shape.dim, shards, least=16, step=8)
+    if shape.family not in FAMILIES and shape.dim == shape.n_heads * shape.head_dim:
+        # a family of one's own may compute one from the other
+        dim = math.lcm(dim, heads * 4)
+        head_dim = dim // heads
     # logits are larger than hidden states, which decides what is saved for backward
     entries = _rows_alike(chunk_size(shape.vocab_size, tp), shards, math.ceil(4 * dim / tp))
     sizes: dict[str, Any] = {
@@ -169,11 +204,11 @@ def _model(real: Layout) -> ModelConfig:
     return dataclasses.replace(
         shape,
         dim=dim,
-        n_heads=kv_heads * min(2, shape.n_heads // shape.n_kv_heads),
+        n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=tp * entries - (shape.vocab_size % tp > 0),
-        max_seq_len=TOKENS * cp * tp,
+        max_seq_len=tokens * cp * tp,
         **sizes,
     )
 

@@ -48,6 +48,11 @@ class Place:
         return index, number
 
 
+def modules(n_layers: int) -> list[str]:
+    """Return the modules of a model in their order, of which each is in one stage."""
+    return ["tok_embeddings", *(f"layers.{number}" for number in range(n_layers)), "norm", "output"]
+
+
 def sequences(batch: Tensor, place: Place) -> Tensor:
     """Return the sequences of a rank: (dp, B, ...) -> (B, ...)."""
     return batch[place.along("dp_replicate", "dp_shard")[0]]

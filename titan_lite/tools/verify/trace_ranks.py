@@ -9,12 +9,12 @@ A stage is built, cut and compiled by the code of a run (`parallelize`).
 
 import dataclasses
 import gc
+import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -37,25 +37,24 @@ from titan_lite.compile.torch_patches import replaced
 from titan_lite.cost.profiles import load_machine
 from titan_lite.distributed import param_collectives
 from titan_lite.distributed.axes import ranks_in
-from titan_lite.distributed.buckets import Bucket, Specs, gather_buckets, reduce_buckets
+from titan_lite.distributed.buckets import Specs, gather_buckets
 from titan_lite.distributed.mesh import build_mesh, data_rank
 from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.pipeline import DeviceBatch
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule
-from titan_lite.distributed.simple_fsdp import materialize
-from titan_lite.dtensor import local
-from titan_lite.graph import KINDS, group_of
+from titan_lite.distributed.simple_fsdp import Sharding
+from titan_lite.distributed.step_gather import StepReader
+from titan_lite.dtensor import gradient_shard, local
+from titan_lite.graph import KINDS, ancestors, aten, group_of
 from titan_lite.tools.plan.trace import stage_inputs
-from titan_lite.tools.verify.small import SmallRecipe
+from titan_lite.tools.verify.small import BOS, NO_TOKEN, SmallRecipe
 
-PACKAGE = Path(titan_lite.__file__).parent
-TRACERS = (str(PACKAGE / "compile"), str(PACKAGE / "tools"))
-# Code that model code calls.
-COLLECTIVES = PACKAGE / "collectives.py"
-BENEATH = (
-    str(Path(torch.__file__).parent),
-    sysconfig.get_path("stdlib"),
-    "<",
-)
+MICROBATCHES = 2  # of a step that gathers once
+PACKAGE = os.path.dirname(titan_lite.__file__)
+TRACERS = (f"{PACKAGE}/compile", f"{PACKAGE}/tools")
+# Code that model code calls. The standard library's folder may have packages in it.
+COLLECTIVES = f"{PACKAGE}/collectives.py"
+BENEATH = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"), "<")
 
 
 @contextmanager
@@ -82,6 +81,7 @@ class TracedStage:
     # what the code of a run makes of a rank, which the specification states too
     positions: Sequence[int]
     data_rank: int
+    batch: DeviceBatch | None  # of SmallRecipe.batch; None at real sizes
     shards: Mapping[str, tuple[int, ...]]  # shapes, by FQN
     is_even: Mapping[str, bool]  # all shards of a parameter have as many rows, by FQN
     buffers: Mapping[str, Tensor]
@@ -113,11 +113,9 @@ def _line_of(frame: FrameType | None) -> str | None:
         file = frame.f_code.co_filename
         if file.startswith(TRACERS):
             return None
-        path = Path(file)
-        if path.is_relative_to(PACKAGE) and path != COLLECTIVES:
-            return f"{path.relative_to(PACKAGE.parent)}:{frame.f_lineno}"
-        if path != COLLECTIVES and not file.startswith(BENEATH):
-            return f"{path}:{frame.f_lineno}"
+        is_own = file.startswith(PACKAGE)
+        if file != COLLECTIVES and (is_own or not file.startswith(BENEATH)):
+            return f"{file.removeprefix(os.path.dirname(PACKAGE) + '/')}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
@@ -196,16 +194,15 @@ def _trace(
             stack.callback(gc.enable)
         stack.enter_context(_with_source_lines())
         stack.enter_context(mode or nullcontext())
-        materialize(stage.model, torch.device("cpu"))
+        parallel.materialize(torch.device("cpu"))
         if layout.gathers_once:
-            stack.enter_context(stage.gathered_for_step(microbatches=1))
+            stack.enter_context(stage.gathered_for_step(MICROBATCHES))
         inputs = stage_inputs(small.config, layout, stage)
         stage(inputs.input, **inputs.model_kwargs)
         once: dict[str, Sequence[str]] = {}
         if layout.gathers_once:
-            specs = stage.sharding.specs
-            graph_passes.graphs["gather"], once["gather"] = _gather(specs)
-            graph_passes.graphs["reduce"], once["reduce"] = _reduction(specs)
+            graph_passes.graphs["gather"], once["gather"] = _gather(stage.sharding.specs)
+            graph_passes.graphs["reduce"], once["reduce"] = _reduction(stage.sharding)
     assert stage.compiled is not None
     (compiled,) = stage.compiled.graphs.values()
     groups = {
@@ -214,8 +211,13 @@ def _trace(
         for node in module.graph.nodes
         if node.target in KINDS
     }
+    batch = None
     if mode is None:
         stage.model.init_buffers()
+        of_rank = {name: tensor[data_rank(mesh)[0]] for name, tensor in small.batch.items()}
+        batch = parallel.to_device(
+            of_rank["tokens"], of_rank["labels"], bos_id=BOS, eos_id=NO_TOKEN
+        )
     return TracedStage(
         rank=dist.get_rank(),
         graphs=graph_passes.graphs,
@@ -225,6 +227,7 @@ def _trace(
         groups=groups,
         positions=list(stage.model.positions),
         data_rank=data_rank(mesh)[0],
+        batch=batch,
         shards={
             spec.fqn: tuple(local(parameter).shape)
             for parameter, spec in stage.sharding.specs.items()
@@ -239,6 +242,7 @@ def _trace(
 def _gather(specs: Specs) -> tuple[GraphModule, list[str]]:
     """Return the graph that gathers weights once a step, and the parameters they are of."""
     buckets = gather_buckets(specs)
+    members = [spec for bucket in buckets for spec in bucket.specs]
 
     def gather(shards: Sequence[Tensor]) -> list[Tensor]:
         left = list(shards)
@@ -250,13 +254,9 @@ def _gather(specs: Specs) -> tuple[GraphModule, list[str]]:
             weights += own.finish_gather(own.start_gather(tables), tables)
         return weights
 
-    members = [spec for bucket in buckets for spec in bucket.specs]
     shards = [torch.empty(spec.own_rows, *spec.row_shape) for spec in members]
     with replaced(param_collectives, "all_gather_single", _all_gather_single):
-        module = make_fx(functionalize(gather))(shards)
-    module.graph.eliminate_dead_code()  # memory, which nothing is written into any more
-    _name(module, [bucket for bucket in buckets if bucket.specs[0].axis.degree > 1])
-    return module, [spec.fqn for spec in members]
+        return _step_graph(gather, shards, [spec.fqn for spec in members])
 
 
 def _all_gather_single(
@@ -266,27 +266,40 @@ def _all_gather_single(
     output.copy_(all_gather(shard, group.size(), group.group_name))
 
 
-def _reduction(specs: Specs) -> tuple[GraphModule, list[str]]:
-    """Return the graph that reduces gradients once a step, and the parameters they are of."""
-    buckets = reduce_buckets(specs)
+def _reduction(sharding: Sharding) -> tuple[GraphModule, list[str]]:
+    """Return the graph that reduces gradients once a step, and the parameters they are of.
 
+    A gradient comes in unequal parts: one for each microbatch and each read of its weight.
+    """
+    reader = sharding.reader
+    assert isinstance(reader, StepReader)
+    parameters = [*sharding.specs][::-1]  # backward comes to the last one first
+    specs = [sharding.specs[parameter] for parameter in parameters]
+
+    @torch.no_grad()
     def reduce(gradients: Sequence[Tensor]) -> list[Tensor]:
-        left = list(gradients)
-        rows: list[Tensor] = []
-        for bucket in buckets:
-            own = [left.pop(0) for _ in bucket.specs]
-            rows += bucket.finish_reduce(bucket.start_reduce(own))
-        return rows
+        for spec, gradient in zip(specs, gradients, strict=True):
+            parts = reader.reads[spec.fqn] * MICROBATCHES
+            for number in range(1, parts + 1):
+                reader.receive(spec.fqn, gradient * (number / (parts * (parts + 1) / 2)))
+        sharding.prefetch.reducer.finish_backward()
+        return [gradient_shard(parameter) for parameter in parameters]
 
-    members = [spec for bucket in buckets for spec in bucket.specs]
-    gradients = [torch.empty(spec.rows, *spec.row_shape) for spec in members]
-    module = make_fx(reduce)(gradients)
-    _name(module, [bucket for bucket in buckets for _ in bucket.specs[0].reduce_groups])
-    return module, [spec.fqn for spec in members]
+    gradients = [torch.empty(spec.rows, *spec.row_shape) for spec in specs]
+    return _step_graph(reduce, gradients, [spec.fqn for spec in specs])
 
 
-def _name(module: GraphModule, buckets: Sequence[Bucket]) -> None:
-    """Name the parameters of each collective of a graph. buckets: of each."""
-    nodes = [node for node in module.graph.nodes if node.target in KINDS]
-    for node, bucket in zip(nodes, buckets, strict=True):
-        node.meta["bucket"] = [spec.fqn for spec in bucket.specs]
+def _step_graph(
+    function: Callable[[Sequence[Tensor]], list[Tensor]], inputs: list[Tensor], fqns: list[str]
+) -> tuple[GraphModule, list[str]]:
+    """Return a graph that runs once a step, and the parameters that its inputs are of."""
+    module = make_fx(functionalize(function))(inputs)
+    for node in module.graph.find_nodes(op="call_function", target=aten.copy.default):
+        node.replace_all_uses_with(node.args[1])  # what is written into memory
+    module.graph.eliminate_dead_code()
+    of_inputs = dict(zip(module.graph.find_nodes(op="placeholder"), fqns, strict=True))
+    for node in module.graph.nodes:
+        if node.target in KINDS:
+            sources = ancestors([node])
+            node.meta["bucket"] = [fqn for source, fqn in of_inputs.items() if source in sources]
+    return module, fqns

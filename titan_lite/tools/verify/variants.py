@@ -121,6 +121,7 @@ class StageVariants:
         """kind_of: what graphs of a rank depend on beside its coordinates: shapes of shards."""
         self.ranks = ranks
         self.traced: dict[Coordinates, TracedStage] = {}
+        self.contents: dict[Coordinates, tuple[Hashable, Hashable]] = {}  # of those traced
         self._trace = trace
         origin = (0,) * len(ranks.sizes)
         self.samples = []
@@ -133,7 +134,7 @@ class StageVariants:
             self.samples.append(sorted(samples))
         self.first = self.at(origin)
         kinds = [
-            {index: operators_of(self.at(moved(origin, axis, index))) for index in samples}
+            {index: self.contents_at(moved(origin, axis, index))[0] for index in samples}
             for axis, samples in enumerate(self.samples)
         ]
         found: dict[Hashable, int] = {}
@@ -154,7 +155,13 @@ class StageVariants:
     def at(self, coordinates: Coordinates) -> TracedStage:
         if coordinates not in self.traced:
             self.traced[coordinates] = self._trace(self.ranks.rank(coordinates))
+            self.contents[coordinates] = contents_of(self.traced[coordinates])
         return self.traced[coordinates]
+
+    def contents_at(self, coordinates: Coordinates) -> tuple[Hashable, Hashable]:
+        """Return the operators and the numbers of a rank's graphs."""
+        self.at(coordinates)
+        return self.contents[coordinates]
 
     def _add_variant(self, number: int) -> None:
         base = self._base_of(number)
@@ -194,14 +201,14 @@ class StageVariants:
 
     def _differ(self, base: Coordinates, axis: int, samples: Iterable[int]) -> bool:
         """Return whether ranks at some coordinates of an axis have another graph than `base`."""
-        own = contents_of(self.at(base))
-        return any(contents_of(self.at(moved(base, axis, index))) != own for index in samples)
+        own = self.contents_at(base)
+        return any(self.contents_at(moved(base, axis, index)) != own for index in samples)
 
     def _check_fits(self) -> None:
         """Compare the fitted graphs with those of all traced ranks, and of ranks drawn at random.
         Raises Divergence.
         """
-        are_equal = len(set(map(contents_of, self.traced.values()))) == 1
+        are_equal = len(set(self.contents.values())) == 1
         count = min(DRAWN_OF_EQUAL if are_equal else DRAWN, len(self.ranks))
         drawn = random.Random(0).sample(range(len(self.ranks)), count)
         for rank in {*map(self.ranks.rank, self.traced), *drawn}:
@@ -213,10 +220,6 @@ class StageVariants:
 
 def moved(coordinates: Coordinates, axis: int, index: int) -> Coordinates:
     return (*coordinates[:axis], index, *coordinates[axis + 1 :])
-
-
-def operators_of(traced: TracedStage) -> Hashable:
-    return tuple((name, signature(module.graph)) for name, module in traced.graphs.items())
 
 
 def signature(graph: Graph) -> Hashable:
@@ -241,14 +244,15 @@ def signature(graph: Graph) -> Hashable:
     )
 
 
-def contents_of(traced: TracedStage) -> Hashable:
+def contents_of(traced: TracedStage) -> tuple[Hashable, Hashable]:
     """Return the operators of a rank's graphs with their numbers."""
     numbers = tuple(
         tuple(numbers_of(node).items())
         for module in traced.graphs.values()
         for node in module.graph.nodes
     )
-    return operators_of(traced), numbers
+    operators = tuple((name, signature(module.graph)) for name, module in traced.graphs.items())
+    return operators, numbers
 
 
 def check_equal(where: str, variant: FittedVariant, traced: TracedStage, name: str) -> None:

@@ -1,14 +1,16 @@
 """Right layouts agree when their graphs are evaluated for all ranks."""
 
 import pytest
-from tiny import RECIPES
+from tiny import DEBUG_TOKENIZER, RECIPES, ROOT
 
-from titan_lite.config import load_config
+from titan_lite.config import ConfigError, load_config
+from titan_lite.distributed import tensor_parallel
 from titan_lite.distributed.layout import AXES, Layout
 from titan_lite.tools.verify import command
 from titan_lite.tools.verify.check import check_layout
 from titan_lite.tools.verify.proxy import KEYS
 from titan_lite.tools.verify.ranks import Ranks
+from titan_lite.tools.verify.small import small_recipe
 from titan_lite.tools.verify.variants import fitted
 
 ALWAYS = "--parallelism.fsdp_reshard_after_forward=always"
@@ -87,6 +89,46 @@ def test_a_right_layout_agrees(recipe, world_size, options):
     assert verdict.differences == []
     assert 0 < verdict.error < 1e-9
     assert verdict.ranks == world_size
+
+
+def test_a_rank_has_several_sequences_on_any_number_of_ranks():
+    """One alone would hide that tokens of sequences are mixed up."""
+    config = load_config(RECIPES / "llama3_8b.toml")
+    few, many = (small_recipe(config, Layout.from_config(config, ranks)) for ranks in (8, 512))
+    assert few.layout.microbatch_size == many.layout.microbatch_size == 2
+    assert few.layout.seq_len == 2 * many.layout.seq_len
+
+
+def own_family(file, *changes):
+    """The verdict on a changed family of a user's own with tensor parallelism."""
+    text = (ROOT / "tests/own_families/gated.py").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+    names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
+    return checked("debug_model", 2, *names, *degrees(tp=2))
+
+
+def test_a_family_may_compute_the_width_of_a_head(tmp_path):
+    change = ("config.head_dim", "(config.dim // config.n_heads)")
+    assert own_family(tmp_path / "own.py", change).differences == []
+
+
+def test_a_family_that_cannot_be_small_is_told_with_the_sizes(tmp_path):
+    change = ("q, k, v = (w(x)", "q, k, v = (w(x.unflatten(-1, (64, -1)).flatten(-2))")
+    words = "at the small sizes that verify evaluates .dim 32, .* it fails in one process: "
+    with pytest.raises(ConfigError, match=words):
+        own_family(tmp_path / "own.py", change)
+
+
+def test_a_layout_whose_graphs_cannot_be_made_differs(monkeypatch):
+    def wrong(*arguments):
+        raise RuntimeError("no such shape")
+
+    monkeypatch.setattr(tensor_parallel, "all_gather_tokens", wrong)
+    verdict = checked("debug_model", 2, *degrees(tp=2))
+    assert verdict.differences == ["its graphs cannot be made: no such shape"]
 
 
 @pytest.mark.parametrize(

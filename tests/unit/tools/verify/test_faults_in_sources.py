@@ -20,9 +20,11 @@ from titan_lite.distributed import (
     tensor_parallel,
 )
 from titan_lite.distributed.buckets import Bucket
+from titan_lite.distributed.gradient_reducer import BucketReduction
 from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.distributed.mesh import PARAMETER_AXES
 from titan_lite.distributed.param_collectives import ShardSpec
+from titan_lite.distributed.step_gather import StepGradients, StepReader
 from titan_lite.features.moe import balance
 from titan_lite.models import loss
 from titan_lite.tools.verify import check, trace_ranks
@@ -87,6 +89,93 @@ def a_weight_of_a_step_begins_with_the_last_rank(patch):
     right = Bucket.weights_of
     patch.setattr(
         Bucket, "weights_of", lambda self, tables: right(self, [table.flip(0) for table in tables])
+    )
+
+
+@fault(
+    "--parallelism.fsdp_communication=step",
+    "--training.global_batch_size=16",
+    dp_replicate=2,
+    dp_shard=2,
+    named="reduce: ",
+)
+def a_bucket_is_not_summed_over_replicas(patch):
+    right = BucketReduction.__init__
+
+    def wrong(self, bucket, dtype):
+        right(self, bucket, dtype)
+        self.remaining = min(1, self.remaining)
+
+    patch.setattr(BucketReduction, "__init__", wrong)
+
+
+@fault(
+    "--parallelism.fsdp_communication=step",
+    "--training.global_batch_size=8",
+    "--model.tied_embeddings=yes",
+    dp_shard=2,
+    named="reduce: ",
+)
+def one_gradient_of_a_tied_table_is_lost(patch):
+    right = StepReader.receive
+
+    def wrong(self, fqn, gradient):
+        is_first = self.reads[fqn] > 1 and fqn not in self.first_reads
+        right(self, fqn, torch.zeros_like(gradient) if is_first else gradient)
+
+    patch.setattr(StepReader, "receive", wrong)
+
+
+@fault(
+    "--parallelism.fsdp_communication=step",
+    "--training.global_batch_size=8",
+    dp_shard=2,
+    named="reduce: ",
+)
+def the_last_microbatch_replaces_the_others(patch):
+    right = StepGradients.add
+
+    def wrong(self, spec, gradient, *, copy):
+        self.sums.pop(spec.fqn, None)
+        right(self, spec, gradient, copy=copy)
+
+    patch.setattr(StepGradients, "add", wrong)
+
+
+@fault(cp=2, named="rank 0: its labels are not those of its place")
+def labels_are_the_first_ones(patch):
+    right = parallelize.ParallelModel.to_device
+
+    def wrong(self, input, label, **tokens):
+        batch = right(self, input, label, **tokens)
+        return batch._replace(label=label[:, : len(self.positions)])
+
+    patch.setattr(parallelize.ParallelModel, "to_device", wrong)
+
+
+@fault("--training.mask_documents", cp=2, named="rank 0: its doc_starts are not those of its place")
+def documents_are_those_of_own_tokens(patch):
+    right = parallelize.ParallelModel.to_device
+
+    def wrong(self, input, label, *, bos_id, eos_id):
+        batch = right(self, input, label, bos_id=bos_id, eos_id=eos_id)
+        starts = parallelize.doc_starts(batch.input, bos_id, eos_id)
+        return batch._replace(model_kwargs={"doc_starts": starts})
+
+    patch.setattr(parallelize.ParallelModel, "to_device", wrong)
+
+
+@fault(
+    "--parallelism.fsdp_communication=step",
+    "--training.global_batch_size=8",
+    cp=2,
+    named="models/transformer.py",  # the gradient of hidden states lacks a part
+)
+def values_have_no_gradient(patch):
+    patch.setattr(
+        parallelize,
+        "causal_attention",
+        lambda q, k, v, mask=None: context_parallel.causal_attention(q, k, v.detach(), mask),
     )
 
 

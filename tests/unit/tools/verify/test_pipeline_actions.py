@@ -1,4 +1,6 @@
-"""The actions of every rank of a pipeline: those of all schedules are right, changed ones are not."""
+"""The stages of a pipeline and the actions of every rank: those of all schedules are right, changed
+ones are not.
+"""
 
 import itertools
 
@@ -7,7 +9,8 @@ import pytest
 from titan_lite.config import Parallelism
 from titan_lite.config.schedules import SCHEDULES
 from titan_lite.distributed.pipeline_schedule import PipelineSchedule, order_of
-from titan_lite.tools.verify.actions import wrong_actions
+from titan_lite.tools.verify import actions
+from titan_lite.tools.verify.actions import wrong_actions, wrong_stages
 
 
 def split(schedule, degree=4, sequences=16):
@@ -24,6 +27,33 @@ def split(schedule, degree=4, sequences=16):
 def test_the_actions_of_a_schedule_are_right(schedule):
     parallelism, pipeline = split(schedule)
     assert list(wrong_actions(order_of(parallelism, pipeline), pipeline)) == []
+    assert list(wrong_stages(pipeline, n_layers=24)) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (["layers.2", "norm", "output"], "layers.1 are in none"),
+        (["layers.2", "layers.1", "norm", "output"], "they are in another order, or twice"),
+        (["layers.0", "layers.1", "layers.2", "norm", "output"], "another order, or twice"),
+    ],
+)
+def test_stages_have_each_module_once_and_in_order(last, words):
+    first = ("tok_embeddings", "layers.0")
+    pipeline = PipelineSchedule((first, tuple(last)), rank_of=(0, 1), microbatches=1)
+    (found,) = wrong_stages(pipeline, n_layers=3)
+    assert words in found
+
+
+def test_a_stage_that_keeps_modules_of_others_is_named(monkeypatch):
+    right = actions.keep_modules
+    monkeypatch.setattr(
+        actions, "keep_modules", lambda model, fqns: right(model, [*fqns, "layers.1"])
+    )
+    _, pipeline = split("1F1B")
+    found = list(wrong_stages(pipeline, n_layers=24))
+    assert found[0] == "stage 1 has layers.1, which are of others"
+    assert len(found) == 3
 
 
 def order_and_split(schedule):
