@@ -9,7 +9,7 @@
 #
 # SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, here or to any rank: the step is ended and saved; a second Ctrl-C does not wait for that.
 # Exit code 0: trained; 1: failed; 2: wrong recipe, option or data; 3: the same step failed again after a restart; 75: stopped by a
-# signal, and saved, to be started again.
+# signal, to be started again.
 #
 # This script finds or makes a Python that has all packages; titan_lite/launch.py does the rest.
 set -euo pipefail
@@ -40,7 +40,7 @@ for name in CONFIG MODULE; do
     exit 2
 done
 if [[ -n ${COMM_MODE:-} ]]; then
-    say "COMM_MODE=$COMM_MODE: this script trains; to check a recipe use python -m titan_lite recipe --world-size 8 RECIPE, or unset COMM_MODE"
+    say "COMM_MODE=$COMM_MODE: this script trains; to check a recipe use python -m titan_lite recipe RECIPE --world-size 8, or unset COMM_MODE"
     exit 2
 fi
 

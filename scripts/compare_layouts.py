@@ -17,7 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("error: this script needs matplotlib; use pip install matplotlib")
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -1,21 +1,29 @@
 """Check a recipe, print it resolved, or print the help of a run, without torch.
 
-    python -m titan_lite recipe RECIPE [--section.key value ...] [--print-config]
-    python -m titan_lite recipe --world-size 8 RECIPE ...      # also checks it for 8 ranks
+    python -m titan_lite recipe RECIPE [--world-size N] [--print-config] [--section.key value ...]
 
-With --world-size, the layout, the tokenizer, the data and LOG_RANK are checked too. Exit code 0:
-the recipe can be read; 2: something in it or on the command line is wrong; 1: the machine or the
+Keys are checked, and the layout on the ranks of the recipe's line `# world_size: N`. With
+--world-size, the layout on N ranks, the tokenizer, the data and LOG_RANK are. Exit code 0: what was
+checked is right; 2: something in the recipe or on the command line is wrong; 1: the machine or the
 network has failed.
 """
 
-import re
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from titan_lite import rules
-from titan_lite.cli import command
-from titan_lite.config import SECTIONS, Config, ConfigError, read_config, to_toml
+from titan_lite.cli import Parser, at_least_one, command
+from titan_lite.config import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    find_recipe,
+    read_config,
+    to_toml,
+    world_size_of,
+)
 from titan_lite.config.help import WIDTH, section_help
 from titan_lite.config.nearest import nearest_section
 from titan_lite.logging import log_ranks
@@ -53,20 +61,6 @@ def _section_after_help(arguments: Sequence[str]) -> str:
     return section
 
 
-def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
-    """Return (number of ranks, or 0 if not given; the recipe and its options).
-
-    Raises ConfigError.
-    """
-    if arguments[0] != "--world-size":
-        return 0, arguments
-    if len(arguments) < 3 or not re.fullmatch("[1-9][0-9]{0,8}", arguments[1]):
-        raise ConfigError(
-            f"command line: {' '.join(arguments[:2])}: use --world-size N RECIPE, with N at least 1"
-        )
-    return int(arguments[1]), arguments[2:]
-
-
 def check_world(config: Config, world_size: int | None, wrong: Sequence[str] = ()) -> None:
     """Check LOG_RANK, and the recipe, its tokenizer and its data for so many ranks; None: the
     number is not known.
@@ -87,13 +81,26 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(help_text(arguments) if arguments else HELP.rstrip())
         return 0 if arguments else 2
-    world_size, arguments = _world_size(arguments)
-    options = [word for word in arguments[1:] if word != "--print-config"]
-    config, wrong = read_config(arguments[0], options)
-    if world_size:
-        check_world(config, world_size, wrong)
+    options, overrides = build_parser().parse_with_overrides(arguments)
+    config, wrong = read_config(options.recipe, overrides)
+    ranks = options.world_size
+    if ranks:
+        check_world(config, ranks, wrong)
+        checked = f"right on {ranks} ranks, with its tokenizer and data"
     else:
-        rules.check_keys(config, wrong)
-    if "--print-config" in arguments:
-        print(to_toml(config, origins=True))
+        with suppress(ConfigError):
+            ranks = world_size_of(find_recipe(Path(options.recipe)))
+        rules.check_keys(config, wrong, ranks)
+        what = f"right on {ranks} ranks" if ranks else "its keys are right"
+        more = "its tokenizer and data" if ranks else "its layout, tokenizer and data"
+        checked = f"{what}; --world-size {ranks or 'N'} checks {more}, too"
+    print(to_toml(config, origins=True) if options.print_config else f"{options.recipe}: {checked}")
     return 0
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("recipe")
+    parser.add_argument("--world-size", type=at_least_one)
+    parser.add_argument("--print-config", action="store_true")
+    return parser

@@ -95,7 +95,7 @@ def test_who_does_not_wait_for_the_save_ends_all_ranks_at_once(names, launch):
     for name in first:
         job.process.send_signal(getattr(signal, name))
         job.until(
-            f"{name}: stopping; a second SIGINT \\(Ctrl-C\\), or SIGQUIT, ends the run at once"
+            f"{name}: stopping; SIGINT \\(Ctrl-C\\) from now on, or SIGQUIT, ends the run at once"
         )
     job.process.send_signal(getattr(signal, last))
     assert job.ended() == 75

@@ -71,7 +71,7 @@ def test_help_needs_no_installation(bare, arguments):
         (
             {"COMM_MODE": "fake_backend", "CONFIG_FILE": "llama3_8b"},
             "COMM_MODE=fake_backend: this script trains; to check a recipe use python -m titan_lite"
-            " recipe --world-size 8 RECIPE, or unset COMM_MODE",
+            " recipe RECIPE --world-size 8, or unset COMM_MODE",
         ),
     ],
 )

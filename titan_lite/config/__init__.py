@@ -7,7 +7,13 @@ from titan_lite.config. Imports no torch.
 from titan_lite.config.batch_sizes import gradient_accumulation_steps
 from titan_lite.config.errors import ConfigError
 from titan_lite.config.help import save_recipe, to_toml
-from titan_lite.config.load import SHIPPED, base_of, find_recipe, load_config, read_config
+from titan_lite.config.load import (
+    SHIPPED,
+    find_recipe,
+    load_config,
+    read_config,
+    world_size_of,
+)
 from titan_lite.config.sections import (
     KEYS,
     KEYS_OF_MODULES,

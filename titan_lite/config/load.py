@@ -243,10 +243,23 @@ def without_gone(tables: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def base_of(path: Path) -> Path | None:
-    """Return the recipe that a recipe extends; None if it extends none. Raises ConfigError."""
-    base = read_toml(path, "recipe").get("extends")
-    return None if base is None else _extended(path, base)
+def world_size_of(recipe: Path) -> int:
+    """Return the number of ranks in a recipe's comment, or in that of one that it extends.
+
+    Raises ConfigError if there is none.
+    """
+    path: Path | None = recipe
+    while path is not None:
+        text = path.read_text(encoding="utf-8")
+        comment = re.search(r"^# world_size: (\d+)$", text, re.MULTILINE)
+        if comment is not None:
+            return int(comment[1])
+        base = read_toml(path, "recipe").get("extends")
+        path = None if base is None else _extended(path, base)
+    raise ConfigError(
+        f"{recipe} has no line `# world_size: N`, nor has a recipe that it extends; use"
+        " --world-size N"
+    )
 
 
 def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
@@ -269,9 +282,7 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
         wrong = f"byte {error.object[error.start]:#04x} is not UTF-8 (at line {line})"
         raise ConfigError(f"{path}: not valid TOML: {wrong}; save it as UTF-8") from None
     except ValueError as error:
-        why = error_line(error)
-        fix = "use lines of the form `key = value` under a `[section]`"
-        raise ConfigError(f"{path}: not valid TOML: {why}; {fix}") from None
+        raise ConfigError(f"{path}: not valid TOML: {error_line(error)}") from None
 
 
 def _extended(path: Path, base: Any) -> Path:
@@ -537,7 +548,7 @@ def _words_after_boolean(key: str, words: Sequence[str]) -> Iterator[Wrong]:
             yield _stray_word(word)
         else:
             fix = f"use {option(key, 'true')} for true, {option(key, 'false')} for false"
-            yield key, f"{COMMAND_LINE}: {key} = {shown(word)}: expected true or false; {fix}"
+            yield key, f"{COMMAND_LINE}: --{key} {shown(word)}: it has no value; {fix}"
 
 
 def _unknown_option(typed: str, key: str) -> str:

@@ -68,7 +68,7 @@ OF_TORCHTITAN = {
         "use titan-lite convert, which writes a checkpoint as a Hugging Face folder"
     ),
     "checkpoint.model_weights_only": "use checkpoint.last_save_model_only",
-    "comm.mode": "use titan-lite recipe --world-size N RECIPE, which checks a layout without GPUs",
+    "comm.mode": "use titan-lite recipe RECIPE --world-size N, which checks a layout without GPUs",
     "comm.save_traces_folder": "not needed: it is flight_recorder/ in job.dump_folder",
     "config": _RECIPE,
     "config_file": _RECIPE,

@@ -82,15 +82,19 @@ class Window:
 
 
 def timed_windows(path: Path) -> list[Window]:
-    """Return the windows of metrics.jsonl since the last start, without the first one, in which
-    code is compiled.
+    """Return the windows of metrics.jsonl since the last start that trained, without the first one,
+    in which code is compiled.
     """
     entries: list[dict[str, Any]] = []
+    resumed = False
     for entry in valid_entries(path):
         if "resumed_from" in entry:
+            resumed = True
+            continue
+        if resumed:
             entries = []
-        else:
-            entries.append(entry)
+            resumed = False
+        entries.append(entry)
     needed = ("step_time", "tps", "tokens_seen", "memory_gib")
     timed = [entry for entry in entries if all(entry.get(name) is not None for name in needed)]
     windows = []

@@ -42,7 +42,7 @@ HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as unde
 STOPPING = ALWAYS if HANGUP_IS_IGNORED else (*ALWAYS, signal.SIGHUP)
 LAUNCHER = "TITAN_LITE_LAUNCHER"  # in the environment of ranks: the process of launch.py
 LAUNCHER_DEATH = "the death of its launcher"
-AT_ONCE = "a second SIGINT (Ctrl-C), or SIGQUIT, ends the run at once, without a save"
+AT_ONCE = "SIGINT (Ctrl-C) from now on, or SIGQUIT, ends the run at once, without a save"
 FLAGS = 6  # index of a process's flags in /proc/PID/stat, counted from its state
 EXITING = 4  # Linux's PF_EXITING, among these
 

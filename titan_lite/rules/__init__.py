@@ -63,12 +63,13 @@ if TYPE_CHECKING:
 list(part_of_each("rules"))  # importing them adds them
 
 
-def check_keys(config: Config, wrong: Sequence[str] = ()) -> None:
-    """Apply the rules that need no number of ranks. Raises one ConfigError with all mistakes.
+def check_keys(config: Config, wrong: Sequence[str] = (), world_size: int | None = None) -> None:
+    """Apply the rules of keys, and those of the layout on so many ranks. Raises one ConfigError
+    with all mistakes.
 
     wrong: messages of `read_config`, which are of the error, too.
     """
-    of_phases(config, lambda phase: raise_mistakes(phase, mistakes_in_keys(phase)), wrong)
+    of_phases(config, lambda phase: raise_mistakes(phase, _lay_out(phase, world_size)[1]), wrong)
 
 
 def of_phases(config: Config, check: Callable[[Config], None], wrong: Sequence[str] = ()) -> None:

@@ -134,18 +134,27 @@ def test_any_text_and_an_origin_with_a_line_break_are_printed_on_their_line(tmp_
     ("ranks", "options", "words"),
     [
         ("4", ["--parallelism.pipeline_parallel_degree=3"], "does not divide 4 ranks"),
-        ("two", [], "--world-size two: use"),
+        ("two", [], "--world-size: two: use an integer at least 1"),
     ],
 )
 def test_what_the_number_of_ranks_decides_is_reported(ranks, options, words, capsys):
-    assert main(["--world-size", ranks, DEBUG, *options]) == 2
+    assert main([DEBUG, "--world-size", ranks, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 
 
-def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, capsys):
+def test_what_was_checked_of_a_right_recipe_is_told(monkeypatch, tmp_path, capsys):
+    without_ranks = tmp_path / "own.toml"
+    text = Path(DEBUG).read_text().replace("# world_size: 2\n", "")
+    without_ranks.write_text(text.replace("../assets", str(ROOT / "assets")))
+    assert main([str(without_ranks)]) == 0
+    assert "its keys are right; --world-size N checks its layout" in capsys.readouterr().out
+    assert main(["llama3_405b"]) == 0
+    assert "right on 512 ranks; --world-size 512 checks its tok" in capsys.readouterr().out
+    assert main(["llama3_405b", "--parallelism.tensor_parallel_degree=7"]) == 2
+    assert "does not divide the 128 attention heads" in capsys.readouterr().err
     monkeypatch.setenv("LOG_RANK", "3")
     assert main(["--world-size", "4", DEBUG]) == 0
-    assert capsys.readouterr() == ("", "")
-    assert main(["--world-size", "2", DEBUG]) == 2
+    assert "right on 4 ranks, with its tokenizer and data" in capsys.readouterr().out
+    assert main([DEBUG, "--world-size", "2"]) == 2
     assert capsys.readouterr().err.startswith("error: LOG_RANK=3: use ranks below 2")

@@ -359,7 +359,7 @@ MISTAKES = [
         "invalid TOML",
         "[training\n",
         ("recipe.toml", "line 1"),
-        "`key = value` under a `[section]`",
+        "Expected ']'",
     ),
     Mistake(
         "not UTF-8", b'[job]\ndescription = "\xff"\n', ("recipe.toml", "0xff"), "not valid TOML"
@@ -408,7 +408,7 @@ MISTAKES = [
     an_option(
         "a boolean and a value",
         "--compile.enable true",
-        ('compile.enable = "true": expected true or false',),
+        ('--compile.enable "true": it has no value',),
         "--compile.no-enable for false",
         "--compile.enable",
     ),

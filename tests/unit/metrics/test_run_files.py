@@ -75,8 +75,9 @@ def test_windows_are_those_of_the_last_start_without_its_first_one(written):
         window(40, 4.0),
         '{"st',
     ]
-    found = timed_windows(written(*windows, *later))
-    assert [each.seconds for each in found] == [300.0, 40.0]
+    for started_again in ([], ["\n", {"resumed_from": 40}]):
+        found = timed_windows(written(*windows, *later, *started_again))
+        assert [each.seconds for each in found] == [300.0, 40.0]
 
 
 def event(name, step):

@@ -18,7 +18,6 @@ no weights are allocated, no tokenizer or data is read, and no GPU or network is
 import argparse
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,10 +30,10 @@ from titan_lite.config import (
     Config,
     ConfigError,
     FaultTolerance,
-    base_of,
     find_recipe,
     load_config,
     read_config,
+    world_size_of,
 )
 from titan_lite.config.batch_sizes import number_of_tokens
 from titan_lite.config.load import option
@@ -345,7 +344,13 @@ def sweep_lines(subject: Subject, sweeps: list[str], full: bool) -> list[str]:
     """Return the table of a sweep."""
     from titan_lite.tools.plan.changes import grid, plan_changes, ranked, table
 
-    rows = plan_changes(subject.lay_out, grid(sweeps), subject.machine, full)
+    changes = grid(sweeps)
+    wrong: list[str] = []
+    for key, value in dict.fromkeys(pair for change in changes for pair in change.items()):
+        wrong += read_config(subject.recipe, [*subject.overrides, option(key, value)])[1]
+    if wrong:
+        raise ConfigError(*dict.fromkeys(wrong))
+    rows = plan_changes(subject.lay_out, changes, subject.machine, full)
     return table(ranked(rows))
 
 
@@ -433,21 +438,3 @@ def find_hardware(hardware: str | None, config: Config) -> "Machine":
         written = f"--hardware {hardware}"
     profiles = {profile.casefold(): profile for profile in PROFILES}
     return load_machine(profiles.get(name.casefold(), name), written)
-
-
-def world_size_of(recipe: Path) -> int:
-    """Return the number of ranks in a recipe's comment, or in that of one that it extends.
-
-    Raises ConfigError if there is none.
-    """
-    path: Path | None = recipe
-    while path is not None:
-        text = path.read_text(encoding="utf-8")
-        comment = re.search(r"^# world_size: (\d+)$", text, re.MULTILINE)
-        if comment is not None:
-            return int(comment[1])
-        path = base_of(path)
-    raise ConfigError(
-        f"{recipe} has no line `# world_size: N`, nor has a recipe that it extends; use"
-        " --world-size 8, or another number of ranks"
-    )

@@ -195,7 +195,7 @@ def test_the_line_of_progress_has_the_best_also_after_ctrl_c(monkeypatch, capsys
 
     monkeypatch.setattr(changes, "make_plans", plans)
     monkeypatch.setattr(Subject, "lay_out", lambda *_: layout())
-    subject = Subject("", [], layout().config, 16, H100)
+    subject = Subject("debug_model", [], layout().config, 16, H100)
     with pytest.raises(KeyboardInterrupt):
         sweep_lines(subject, ["training.steps=1,2,3,4"], full=False)
     last = capsys.readouterr().err.splitlines()[-1]

@@ -181,7 +181,7 @@ def test_a_range_is_as_wide_as_the_errors_demand():
     assert unsure.slow.seconds == pytest.approx(2.6)
     assert unsure.fast.seconds == pytest.approx(2.0 / 1.3)
     assert unsure.nominal.seconds == 2.0
-    assert any("not known for this kind of run" in line for line in describe(unsure))
+    assert any("a guess: too few similar runs" in line for line in describe(unsure))
     assert not any("not known" in line for line in describe(plan))
 
 
