@@ -27,10 +27,10 @@ from titan_lite.graph import (
 from titan_lite.tools.verify.small import SmallRecipe, loss_chunk
 from titan_lite.tools.verify.trace_ranks import TracedStage
 
-# Operators that backward does not compute again by itself, by words in their names.
+# Words in the names of operators that the partitioner never recomputes in backward.
 COUNTED = ("mm", "attention")
-# Where they are depends on sizes and strides.
-MOVES = ("_to_copy", "clone", "view", "reshape", "alias", "detach", "expand", "squeeze")
+# Words in the names of operators whose number depends on sizes and strides.
+COPIES_AND_VIEWS = ("_to_copy", "clone", "view", "reshape", "alias", "detach", "expand", "squeeze")
 
 
 def real_sizes(small: SmallRecipe, config: Config, real: Layout) -> SmallRecipe:
@@ -80,7 +80,8 @@ def operators_in(stage: TracedStage) -> Counter[str]:
         str(node.target)
         for module in stage.graphs.values()
         for node in module.graph.nodes
-        if node.op == "call_function" and not any(word in str(node.target) for word in MOVES)
+        if node.op == "call_function"
+        and not any(word in str(node.target) for word in COPIES_AND_VIEWS)
     )
 
 

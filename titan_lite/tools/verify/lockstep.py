@@ -239,9 +239,10 @@ def evaluate(
     run_of = {rank: run for run in runs for rank in run.members}
     while True:
         stops = [run.stop() for run in runs]
-        if len({(node.target, node.args[1:-1]) for node in stops}) > 1:  # equal for all outputs
-            here = ", ".join(sorted(set(map(in_words, stops))))
-            raise Divergence(f"ranks wait for each other: they are at {here}")
+        here = {(node.target, node.args[1:-1]) for node in stops}  # of an output, no arguments
+        if len(here) > 1:
+            words = ", ".join(sorted(set(map(in_words, stops))))
+            raise Divergence(f"ranks wait for each other: they are at {words}")
         if stops[0].op == "output":
             return [run_of[rank].results(rank) for rank in range(len(variant_of))]
         values = []

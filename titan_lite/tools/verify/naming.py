@@ -206,8 +206,8 @@ class WatchedValues:
     def first_wrong(self, wrong: Collection[str]) -> tuple[str, Node] | None:
         """Return (name of the graph, node) of the first wrong value, None if there is none.
 
-        wrong: results that are known to be wrong. If their values are known, a sum is missing at
-        their end, and the last node is returned.
+        wrong: names of wrong results. If all their values are known ones, the last node of a wrong
+        result is returned: a sum after it is missing.
         """
         for watched in self.graphs:
             node = watched.first_unknown()

@@ -68,7 +68,7 @@ class Verification:
         self.steps = steps
         self.prepare = prepare
         self.tolerances = LOW_PRECISION if low_precision(config) else FLOAT32
-        # by what decides the batches and the model of a proxy: (layers, sequences of a step)
+        # by (layers, sequences of a step), which decide the model and the batches of a proxy
         self.references: dict[tuple[int, int], Observed] = {}
         self.impossible: list[ConfigError] = []  # why, of the layouts that are
         self.width = max(len(name) for name in ("layout", *map(name_of, layouts)))  # first column
@@ -140,7 +140,7 @@ class Verification:
         print(f"{name}  {text}", flush=True)
 
     def _print_rounding(self, low: LowPrecision, model: ModelConfig, rounded: Observed) -> None:
-        """Print how far a run is from the same without fewer bits, in bfloat16 and in float32."""
+        """Print how far a run in low precision is from the same in bfloat16 and in float32."""
         for dtype in ("bfloat16", "float32"):
             training = low.without.training.replace(mixed_precision_param=dtype)
             result = compare(rounded, run(low.without.replace(training=training), model))

@@ -32,7 +32,7 @@ from titan_lite.sharding import chunk_size
 from titan_lite.tools.plan.trace import blocks_in, checkpointing_period, modules_beside_blocks
 from titan_lite.tools.verify.specification import document_starts
 
-BLOCKS = 2  # of a stage: each of the joints between blocks, and those with what is around them
+BLOCKS = 2  # of a stage: the first and the last one, and what is between two
 LARGEST_BLOCKS = 4  # for checkpointing that repeats after more blocks
 SEQUENCES = 2  # of a microbatch, or some more (`_batch`)
 MOST_MORE_SEQUENCES = 4

@@ -5,7 +5,7 @@
 
 A few ranks are traced along each axis: the ends, both sides of a change of shards, and one more if
 these graphs differ. Ranks whose graphs have the same operators, and whose shards have as many rows,
-are of one variant. Constants of a variant are fitted along each axis: those on a line, or steps.
+are of one variant. Along each axis, a constant of a variant is a line or has steps, and is fitted.
 The fits are compared with the graphs of ranks drawn at random. If groups of experts straddle an
 axis, such as 4 beside tp 3, each rank is traced.
 """
@@ -96,8 +96,10 @@ def numbers_of(node: Node) -> dict[int, int | float]:
 
 
 def fitted(table: Mapping[int, float], coordinate: int) -> float:
-    """Return the constant at a coordinate: on the line of all samples, or as the sample before, or
-    the first one.
+    """Return the constant at a coordinate.
+
+    It is on the line through all samples. If they are on none, it is that of the sample before, or
+    of the first one.
     """
     if coordinate in table:
         return table[coordinate]
@@ -184,10 +186,10 @@ class StageVariants:
             variants.append(FittedVariant(name, self.at(base), base, self.ranks, along))
 
     def _base_of(self, number: int) -> Coordinates:
-        """Return the first rank of a variant that has most others of it along the axes.
+        """Return the rank of a variant with most others of the variant on the same lines.
 
-        Empty shards may begin at the end of a line: of 4 x 4 ranks, those of (2, 3) and (3, 0) to
-        (3, 3). Along the second axis, nothing can be fitted to (2, 3) alone.
+        Constants are fitted along these lines. Of 4 x 4 ranks, (2, 3) and (3, 0) to (3, 3) may have
+        empty shards: along the second axis, (2, 3) has no other of its variant.
         """
         members = [
             self.ranks.coordinates(rank) for rank, own in enumerate(self.index) if own == number
