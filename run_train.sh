@@ -7,7 +7,7 @@
 #
 # CONFIG_FILE is the recipe: a file, or the name of one in train_configs/. --help lists the other variables: NGPU, NNODES, ...
 #
-# SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, here or to any rank: the step is ended and saved; a second Ctrl-C does not wait for that.
+# SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, here or to any rank: the step is ended and saved; Ctrl-C after it does not wait for that.
 # Exit code 0: trained; 1: failed; 2: wrong recipe, option or data; 3: the same step failed again after a restart; 75: stopped by a
 # signal, to be started again.
 #

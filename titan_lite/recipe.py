@@ -2,12 +2,13 @@
 
     python -m titan_lite recipe RECIPE [--world-size N] [--print-config] [--section.key value ...]
 
-Keys are checked, and the layout on the ranks of the recipe's line `# world_size: N`. With
---world-size, the layout on N ranks, the tokenizer, the data and LOG_RANK are. Exit code 0: what was
-checked is right; 2: something in the recipe or on the command line is wrong; 1: the machine or the
-network has failed.
+Without --world-size: its keys, and its layout on the ranks that it is for, if it says so. With it:
+keys, the layout on N ranks, tokenizer, data and LOG_RANK. Exit code 0: what was checked is right;
+2: something in the recipe or on the command line is wrong; 1: the machine or the network has
+failed.
 """
 
+import math
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from titan_lite.config import (
 )
 from titan_lite.config.help import WIDTH, section_help
 from titan_lite.config.nearest import nearest_section
+from titan_lite.distributed.layout import DEGREES, resolve_degrees
 from titan_lite.logging import log_ranks
 
 # a text that ./run_train.sh prints without an installation, too
@@ -87,15 +89,26 @@ def main(arguments: Sequence[str]) -> int:
     if ranks:
         check_world(config, ranks, wrong)
         checked = f"right on {ranks} ranks, with its tokenizer and data"
+    elif wrong or options.print_config or not (ranks := own_ranks(config, options.recipe)):
+        rules.check_keys(config, wrong)
+        checked = "its keys are right; --world-size N checks its layout, tokenizer and data, too"
     else:
-        with suppress(ConfigError):
-            ranks = world_size_of(find_recipe(Path(options.recipe)))
         rules.check_keys(config, wrong, ranks)
-        what = f"right on {ranks} ranks" if ranks else "its keys are right"
-        more = "its tokenizer and data" if ranks else "its layout, tokenizer and data"
-        checked = f"{what}; --world-size {ranks or 'N'} checks {more}, too"
+        checked = f"right on {ranks} ranks; --world-size {ranks} checks its tokenizer and data, too"
     print(to_toml(config, origins=True) if options.print_config else f"{options.recipe}: {checked}")
     return 0
+
+
+def own_ranks(config: Config, recipe: str) -> int:
+    """Return the number of ranks that a recipe is for: of its line `# world_size: N` if its degrees
+    make up so many, or the product of these. 0: it says none.
+    """
+    with suppress(ConfigError):
+        ranks = world_size_of(find_recipe(Path(recipe).expanduser()))
+        resolve_degrees(config.parallelism, ranks)
+        return ranks
+    degrees = [getattr(config.parallelism, key) for key in DEGREES.values()]
+    return 0 if -1 in degrees else math.prod(degrees)
 
 
 def build_parser() -> Parser:

@@ -50,7 +50,7 @@ def test_there_is_a_recipe_for_every_flavor():
 def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe):
     config = load_config(recipe)
     stated = re.search(r"^# world_size: (\d+)$", recipe.read_text(), re.M)
-    world_size = int(stated[1]) if stated else 2  # the debug recipe is for any machine
+    world_size = int(stated[1]) if stated else 2  # as that of debug_model, which it extends
     assert config.training.seq_len <= shape_of(config.model).max_seq_len
     assert config.lr_scheduler.warmup_steps < config.training.steps
     layout = Layout.from_config(config, world_size)

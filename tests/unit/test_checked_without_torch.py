@@ -31,7 +31,10 @@ find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "wandb" else find_spec(name, *rest)
 from titan_lite import recipe
 for arguments in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         code = recipe.main(arguments)
     print(json.dumps([code, errors.getvalue()]))
 """

@@ -251,7 +251,7 @@ def world_size_of(recipe: Path) -> int:
     path: Path | None = recipe
     while path is not None:
         text = path.read_text(encoding="utf-8")
-        comment = re.search(r"^# world_size: (\d+)$", text, re.MULTILINE)
+        comment = re.search(r"^# world_size: ([1-9]\d*)$", text, re.MULTILINE)
         if comment is not None:
             return int(comment[1])
         base = read_toml(path, "recipe").get("extends")
@@ -548,7 +548,7 @@ def _words_after_boolean(key: str, words: Sequence[str]) -> Iterator[Wrong]:
             yield _stray_word(word)
         else:
             fix = f"use {option(key, 'true')} for true, {option(key, 'false')} for false"
-            yield key, f"{COMMAND_LINE}: --{key} {shown(word)}: it has no value; {fix}"
+            yield key, f"{COMMAND_LINE}: --{key} {shown(word)}: it takes no value; {fix}"
 
 
 def _unknown_option(typed: str, key: str) -> str:

@@ -5,7 +5,7 @@ code than 0, and exits with 1.
     1    failed; another start may help
     2    the recipe, the command line or the data is wrong
     3    the same step failed again after a restart; another start would fail there, too
-    75   stopped by a signal, and saved: start it again (EX_TEMPFAIL of sysexits.h)
+    75   stopped by a signal: start it again (EX_TEMPFAIL of sysexits.h)
 
 launch.py names a file to the ranks of its node. They record the code there before they exit, and
 launch.py exits with it:

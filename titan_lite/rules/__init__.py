@@ -64,8 +64,8 @@ list(part_of_each("rules"))  # importing them adds them
 
 
 def check_keys(config: Config, wrong: Sequence[str] = (), world_size: int | None = None) -> None:
-    """Apply the rules of keys, and those of the layout on so many ranks. Raises one ConfigError
-    with all mistakes.
+    """Apply the rules of keys, and with world_size those of the layout on so many ranks. Raises one
+    ConfigError with all mistakes.
 
     wrong: messages of `read_config`, which are of the error, too.
     """

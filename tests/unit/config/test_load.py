@@ -408,7 +408,7 @@ MISTAKES = [
     an_option(
         "a boolean and a value",
         "--compile.enable true",
-        ('--compile.enable "true": it has no value',),
+        ('--compile.enable "true": it takes no value',),
         "--compile.no-enable for false",
         "--compile.enable",
     ),

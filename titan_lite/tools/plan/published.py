@@ -31,7 +31,7 @@ COVERED = 0.8  # share of runs that a range is to hold
 LEAST_ERROR = 1.15
 LEAST_RUNS = 3  # of a class that says something
 SIZE_CLASS = 2  # most times as many parameters, or as few, of models of about the same size
-KNOWN = 1.25  # with larger errors, the speed of this kind of run is not known
+KNOWN = 1.25  # with larger errors, a planned speed is a guess
 
 
 @dataclass(frozen=True)

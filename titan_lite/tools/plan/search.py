@@ -224,7 +224,7 @@ def outcome(config: Config, rows: Sequence[Row], not_planned: int = 0) -> list[s
     keys = " ".join(option(*each) for each in differing(config, best_change).items())
     evidence = best.evidence.in_words()
     if not best.evidence.is_known:
-        evidence = f"speeds are a guess with too few similar runs: {evidence}"
+        evidence = f"speeds are a guess: {evidence}"
     return ["", evidence, f"best: {keys}"]
 
 

@@ -121,7 +121,7 @@ def speed_lines(plan: Plan) -> list[str]:
 
     speed = slow_to_fast(plan.tokens_per_second)
     if not plan.evidence.is_known:
-        speed = f"{speed} (a guess: too few similar runs)"
+        speed = f"{speed} (a guess)"
     mfu = slow_to_fast(plan.mfu, 100)
     mfu_full = slow_to_fast(plan.mfu_full_attention, 100)
     hfu = slow_to_fast(plan.hfu, 100)
@@ -215,7 +215,7 @@ def describe_phases(phases: Sequence[PlannedPhase], price: float) -> list[str]:
 
 def steps_in_words(phase: PlannedPhase) -> str:
     fast, slow = phase.plan.fast.seconds, phase.plan.slow.seconds
-    known = "" if phase.plan.evidence.is_known else " (a guess: too few similar runs)"
+    known = "" if phase.plan.evidence.is_known else " (a guess)"
     return (
         f"step time {fast:.3g} to {slow:.3g} s{known}; {phase.tokens:.3g} tokens in"
         f" {in_units(*phase.seconds)}"

@@ -429,7 +429,10 @@ class StageInputs(NamedTuple):
 def stage_inputs(
     config: Config, layout: Layout, stage: Stage, machine: Machine | None = None
 ) -> StageInputs:
-    """Return zeros of the shapes that a stage is called with. machine: which attention it has."""
+    """Return zeros of the shapes that a stage is called with.
+
+    machine: whose attention may get documents' ends instead of a mask; None: it gets a mask.
+    """
     ids = torch.zeros(layout.microbatch_size, len(stage.model.positions), dtype=torch.long)
     hidden = torch.zeros(
         layout.microbatch_size,

@@ -28,7 +28,12 @@ def wrong_stages(pipeline: PipelineSchedule, n_layers: int) -> Iterator[str]:
     of_stages = [fqn for stage in pipeline.modules for fqn in stage]
     if of_stages != modules:
         lost = [fqn for fqn in modules if fqn not in of_stages]
-        how = f"{', '.join(lost)} are in none" if lost else "they are in another order, or twice"
+        unknown = [fqn for fqn in of_stages if fqn not in modules]
+        how = "they are in another order, or twice"
+        if lost:
+            how = f"none has {', '.join(lost)}"
+        elif unknown:
+            how = f"there is no {', '.join(unknown)}"
         yield f"the stages do not have the modules of the model: {how}"
     for number, stage in enumerate(pipeline.modules):
         model = nn.Module()
@@ -38,8 +43,10 @@ def wrong_stages(pipeline: PipelineSchedule, n_layers: int) -> Iterator[str]:
             model.get_submodule(parent).add_module(name, nn.Identity())
         keep_modules(model, stage)
         left = {fqn for fqn, module in model.named_modules() if isinstance(module, nn.Identity)}
-        if left != set(stage):
-            yield f"stage {number} has {', '.join(sorted(left - set(stage)))}, which are of others"
+        if more := sorted(left.difference(stage)):
+            yield f"stage {number} has {', '.join(more)}, which are of others"
+        if fewer := sorted(set(stage) - left):
+            yield f"stage {number} lacks {', '.join(fewer)}"
 
 
 def wrong_actions(order: Order, pipeline: PipelineSchedule) -> Iterator[str]:

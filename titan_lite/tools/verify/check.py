@@ -48,7 +48,7 @@ from titan_lite.tools.verify.variants import StageVariants
 
 TOLERANCE = 1e-8  # relative; float64 leaves 1e-10
 AT_ONCE = 8  # sequences that the plain model computes at a time
-GRADIENT = 0.37  # that backward begins with, of the loss of each sequence
+GRADIENT = 0.37  # of the loss of each sequence, with which backward begins
 TABLE, COPY = "tok_embeddings.weight", "output.weight"  # of tied embeddings in a pipeline
 OfParameters = dict[str, list[Any]]  # a tensor of each parameter, by FQN and rank
 
@@ -74,7 +74,10 @@ class Verdict:
 
 
 def check_layout(config: Config, layout: Layout) -> Verdict:
-    """Return the verdict on a recipe with a layout."""
+    """Return the verdict on a recipe with a layout.
+
+    Raises ConfigError for a family of a user's own that cannot be as small as what is evaluated.
+    """
     started = time.perf_counter()
     small = small_recipe(config, layout)
     check = Check(small)
@@ -169,7 +172,6 @@ class Check:
         degrees = {**self.layout.degrees, "ep": self.layout.expert_parallel}
         self.places = [Place(degrees, self.ranks.by_axis(rank)) for rank in self.ranks]
         self.styles = find_family(self.layout.model.family).styles
-        self.alone = plain_model(small)
         self.stages: list[StageVariants] = []
         self.watcher: KnownValues | WatchedValues | None = None
         # tensors of a rank that several ranks share, by what they depend on
@@ -183,7 +185,7 @@ class Check:
 
     def trace(self) -> None:
         """Trace the graphs of all stages on a few ranks."""
-        self.stages = [self.stage(index) for index in range(len(self.small.chain))]
+        self.stages = [self.trace_stage(index) for index in range(len(self.small.chain))]
 
     def run(self) -> None:
         """Compare the traced graphs with one process, and name the first wrong value."""
@@ -200,7 +202,7 @@ class Check:
         """Return the first wrong value of the graphs in words (naming.py), "" if none is found."""
         try:
             self.watcher = values = WatchedValues(self.ranks, self.known)
-        except Divergence:  # the fault is in data parallelism alone, too
+        except (Divergence, CompileError):  # the fault is in data parallelism alone, too
             return ""
         self.run_graphs()
         self.watcher = None
@@ -211,6 +213,7 @@ class Check:
     def known(self) -> KnownValues:
         """The values of the same recipe with data parallelism alone."""
         right = Check(with_data_parallelism_alone(self.small))
+        right.alone = self.alone
         right.trace()
         right.watcher = known = KnownValues()
         right.run_graphs()
@@ -224,10 +227,14 @@ class Check:
         self.compare_gradients(found, gradients)
 
     def compute_reference(self) -> None:
-        """Compute `reference`. Raises ConfigError for a model that cannot be so small."""
+        """Make the plain model, and compute its loss and gradients.
+
+        Raises ConfigError for a model that cannot be so small.
+        """
         try:
-            _ = self.reference
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            self.alone = plain_model(self.small)
+            self.reference = self.gradients_alone()
+        except Exception as error:
             model = self.layout.model
             raise ConfigError(
                 f"model.name = {shown(model.family)}: at the small sizes that verify evaluates (dim"
@@ -270,7 +277,7 @@ class Check:
         )
         return {fqn: [own[index] for own in results] for index, fqn in enumerate(fqns)}
 
-    def stage(self, index: int) -> StageVariants:
+    def trace_stage(self, index: int) -> StageVariants:
         """Return the graphs of a stage on all ranks."""
         names = [
             fqn
@@ -369,8 +376,11 @@ class Check:
                 self.differ(f"rank {rank}: {what}: {shortened(own)}, not {shortened(wanted)}")
         assert traced.batch is not None
         arguments = {"tokens": traced.batch.input, "labels": traced.batch.label}
-        for name, argument in {**arguments, **traced.batch.model_kwargs}.items():
-            if not torch.equal(argument, self.argument(name, place)):
+        arguments |= traced.batch.model_kwargs
+        for name in self.small.batch:
+            if name not in arguments:
+                self.differ(f"rank {rank}: a run does not give the model {name}")
+            elif not torch.equal(arguments[name], self.argument(name, place)):
                 self.differ(f"rank {rank}: its {name} are not those of its place")
         for name, buffer in traced.buffers.items():
             if name.startswith("rope") or name == "own_positions":
@@ -442,8 +452,7 @@ class Check:
             for of_first, of_second in zip(first, second, strict=True)
         ]
 
-    @functools.cached_property
-    def reference(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def gradients_alone(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of all sequences and its gradients, of the plain model in one process."""
         parameters = dict(self.alone.named_parameters())
         total = torch.zeros((), dtype=torch.float64)
@@ -526,9 +535,9 @@ class Check:
         scale = float(expected.abs().max()) or 1.0  # of a parameter that nothing depends on
         for rank, own in enumerate(gradients):
             wanted = self.part(fqn, expected, rank)
-            if own is None:
-                yield rank, math.inf, ": there is none"
-            elif own.shape != wanted.shape:
+            if own is None:  # nothing depends on the weight
+                own = torch.zeros_like(wanted)
+            if own.shape != wanted.shape:
                 yield rank, math.inf, ": it has another shape"
             elif wanted.numel():
                 error = float((own - wanted).abs().max()) / scale

@@ -18,15 +18,14 @@ Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line
 import argparse
 import resource
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from titan_lite import rules
 from titan_lite.cli import Parser, at_least_one, command
-from titan_lite.config import Config, ConfigError, find_recipe, read_config, world_size_of
+from titan_lite.config import Config, ConfigError, read_config
 from titan_lite.config.errors import shown
 from titan_lite.config.phases import describe_phase
 from titan_lite.models.shapes import shape_of, shape_words
+from titan_lite.recipe import own_ranks
 from titan_lite.tools.plan.command import find_hardware, lay_out
 from titan_lite.tools.verify.check import Verdict, check_layout
 from titan_lite.tools.verify.processes import verify
@@ -64,18 +63,12 @@ def agrees(config: Config, options: argparse.Namespace) -> bool:
     """Verify a recipe without phases, print the verdict, and return it."""
     if options.processes:
         return verify(config, layouts_of(config, options), steps=options.steps or 5)
-    world_size = options.world_size or own_world_size(config, Path(options.recipe))
+    world_size = options.world_size or own_ranks(config, options.recipe)
+    world_size = world_size or ranks_of_degrees(config)
     memory = find_hardware(None, config).memory * 2**30  # whether weights are gathered once a step
     verdict = check_layout(config, lay_out(config, world_size, memory))
     print("\n".join(verdict_lines(config, verdict)), flush=True)
     return verdict.agrees
-
-
-def own_world_size(config: Config, recipe: Path) -> int:
-    """Return the ranks that a recipe is for: of its comment, or those of its degrees."""
-    with suppress(ConfigError):
-        return world_size_of(find_recipe(recipe))
-    return ranks_of_degrees(config)
 
 
 def build_parser() -> Parser:

@@ -49,7 +49,7 @@ def verify(
     verification.print_head()
     verdicts = [verification.verify(layout) for layout in layouts]
     if len(verification.impossible) == len(layouts):
-        raise verification.impossible[0]
+        raise ConfigError("none of these layouts is possible")
     return all(verdicts)
 
 
@@ -65,6 +65,7 @@ class Verification:
     ):
         self.config = config
         self.flavor = shape_of(config.model)
+        self.layouts = layouts
         self.steps = steps
         self.prepare = prepare
         self.tolerances = LOW_PRECISION if low_precision(config) else FLOAT32
@@ -101,11 +102,16 @@ class Verification:
         )
 
     def verify(self, layout: Degrees) -> bool:
-        """Print the row of a layout, and return False if it differs or fails."""
+        """Print the row of a layout, and return False if it differs or fails.
+
+        Raises ConfigError if it is impossible and the only one.
+        """
         small = proxy(self.config, layout, self.steps)
         try:
             model = with_enough_layers(small, self.flavor, processes_of(layout))
         except ConfigError as error:
+            if len(self.layouts) == 1:
+                raise
             self.impossible.append(error)
             self._print_row(layout, f"not possible: {error}")
             return True

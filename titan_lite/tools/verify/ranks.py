@@ -15,7 +15,9 @@ INNER = "'"  # at the end of the name of the part of an axis that expert paralle
 
 
 class Divergence(Exception):
-    """Ranks cannot go on together: an operator fails, or they are at different collectives."""
+    """The graphs of the ranks do not go together: ranks wait for each other, an operator fails, or
+    a graph is not as it was fitted.
+    """
 
 
 @dataclass(frozen=True)

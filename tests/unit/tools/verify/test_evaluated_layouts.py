@@ -99,7 +99,7 @@ def test_a_rank_has_several_sequences_on_any_number_of_ranks():
     assert few.layout.seq_len == 2 * many.layout.seq_len
 
 
-def own_family(file, *changes):
+def own_family(file, *changes, options=()):
     """The verdict on a changed family of a user's own with tensor parallelism."""
     text = (ROOT / "tests/own_families/gated.py").read_text()
     for old, new in changes:
@@ -107,7 +107,7 @@ def own_family(file, *changes):
         text = text.replace(old, new)
     file.write_text(text)
     names = [f"--model.name={file}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
-    return checked("debug_model", 2, *names, *degrees(tp=2))
+    return checked("debug_model", 2, *names, *degrees(tp=2), *options)
 
 
 def test_a_family_may_compute_the_width_of_a_head(tmp_path):
@@ -115,8 +115,25 @@ def test_a_family_may_compute_the_width_of_a_head(tmp_path):
     assert own_family(tmp_path / "own.py", change).differences == []
 
 
-def test_a_family_that_cannot_be_small_is_told_with_the_sizes(tmp_path):
-    change = ("q, k, v = (w(x)", "q, k, v = (w(x.unflatten(-1, (64, -1)).flatten(-2))")
+@pytest.mark.parametrize("communication", ["step", "microbatch"])
+def test_a_weight_that_nothing_reads_has_no_gradient_on_any_rank(communication, tmp_path):
+    change = ("torch.sigmoid(self.gate(x))", "1")
+    option = f"--parallelism.fsdp_communication={communication}"
+    assert own_family(tmp_path / "own.py", change, options=[option]).differences == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("q, k, v = (w(x)", "q, k, v = (w(x.unflatten(-1, (64, -1)).flatten(-2))"),
+        (
+            "        super().__init__()\n",
+            "        super().__init__()\n        1 / (config.dim // 64)\n",
+        ),
+    ],
+    ids=["forward", "constructor"],
+)
+def test_a_family_that_cannot_be_small_is_told_with_the_sizes(change, tmp_path):
     words = "at the small sizes that verify evaluates .dim 32, .* it fails in one process: "
     with pytest.raises(ConfigError, match=words):
         own_family(tmp_path / "own.py", change)

@@ -165,6 +165,16 @@ def documents_are_those_of_own_tokens(patch):
     patch.setattr(parallelize.ParallelModel, "to_device", wrong)
 
 
+@fault("--training.mask_documents", named="rank 0: a run does not give the model doc_starts")
+def documents_are_forgotten(patch):
+    right = parallelize.ParallelModel.to_device
+    patch.setattr(
+        parallelize.ParallelModel,
+        "to_device",
+        lambda *arguments, **ids: right(*arguments, **ids)._replace(model_kwargs={}),
+    )
+
+
 @fault(
     "--parallelism.fsdp_communication=step",
     "--training.global_batch_size=8",

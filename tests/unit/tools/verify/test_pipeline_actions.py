@@ -33,7 +33,7 @@ def test_the_actions_of_a_schedule_are_right(schedule):
 @pytest.mark.parametrize(
     ("last", "words"),
     [
-        (["layers.2", "norm", "output"], "layers.1 are in none"),
+        (["layers.2", "norm", "output"], "none has layers.1"),
         (["layers.2", "layers.1", "norm", "output"], "they are in another order, or twice"),
         (["layers.0", "layers.1", "layers.2", "norm", "output"], "another order, or twice"),
     ],
@@ -43,6 +43,13 @@ def test_stages_have_each_module_once_and_in_order(last, words):
     pipeline = PipelineSchedule((first, tuple(last)), rank_of=(0, 1), microbatches=1)
     (found,) = wrong_stages(pipeline, n_layers=3)
     assert words in found
+
+
+def test_a_stage_that_has_no_module_of_the_model_is_named():
+    modules = ("tok_embeddings", "layers.0", "layers.1", "norm", "output")
+    found = list(wrong_stages(PipelineSchedule((modules,), (0,), 1), n_layers=1))
+    assert found[0].endswith("there is no layers.1")
+    assert found[1:] == ["stage 0 lacks layers.1"]
 
 
 def test_a_stage_that_keeps_modules_of_others_is_named(monkeypatch):

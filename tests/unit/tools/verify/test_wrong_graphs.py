@@ -26,7 +26,7 @@ wait = collectives.wait_tensor.default
 
 
 def graph_of(*operators):
-    """A chain of operators on one tensor: a name, or a node's target with arguments."""
+    """A chain of operators on one tensor, each with its other arguments."""
     graph = Graph()
     node = graph.placeholder("x")
     for target, *arguments in operators:
@@ -120,6 +120,8 @@ def test_a_reduction_in_another_dtype_than_the_recipe_s_is_a_difference(communic
     assert verdict.differences
     for difference in verdict.differences:
         assert "training.mixed_precision_reduce is torch.float32" in difference
+    of_step = [each for each in verdict.differences if each.startswith("reduce:")]
+    assert bool(of_step) == (communication == "step")
 
 
 def test_shards_that_are_even_at_one_size_alone_are_not_covered():
