@@ -88,13 +88,15 @@ def main(arguments: Sequence[str]) -> int:
     ranks = options.world_size
     if ranks:
         check_world(config, ranks, wrong)
-        checked = f"right on {ranks} ranks, with its tokenizer and data"
+        checked = f"right at world size {ranks}, with its tokenizer and data"
     elif wrong or options.print_config or not (ranks := own_ranks(config, options.recipe)):
         rules.check_keys(config, wrong)
         checked = "its keys are right; --world-size N checks its layout, tokenizer and data, too"
     else:
         rules.check_keys(config, wrong, ranks)
-        checked = f"right on {ranks} ranks; --world-size {ranks} checks its tokenizer and data, too"
+        checked = (
+            f"right at world size {ranks}; --world-size {ranks} checks its tokenizer and data, too"
+        )
     print(to_toml(config, origins=True) if options.print_config else f"{options.recipe}: {checked}")
     return 0
 

@@ -150,11 +150,11 @@ def test_what_was_checked_of_a_right_recipe_is_told(monkeypatch, tmp_path, capsy
     assert main([str(without_ranks)]) == 0
     assert "its keys are right; --world-size N checks its layout" in capsys.readouterr().out
     assert main(["llama3_405b"]) == 0
-    assert "right on 512 ranks; --world-size 512 checks its tok" in capsys.readouterr().out
+    assert "right at world size 512; --world-size 512 checks its tok" in capsys.readouterr().out
     assert main(["llama3_405b", "--parallelism.tensor_parallel_degree=7"]) == 2
     assert "does not divide the 128 attention heads" in capsys.readouterr().err
     monkeypatch.setenv("LOG_RANK", "3")
     assert main(["--world-size", "4", DEBUG]) == 0
-    assert "right on 4 ranks, with its tokenizer and data" in capsys.readouterr().out
+    assert "right at world size 4, with its tokenizer and data" in capsys.readouterr().out
     assert main([DEBUG, "--world-size", "2"]) == 2
     assert capsys.readouterr().err.startswith("error: LOG_RANK=3: use ranks below 2")
