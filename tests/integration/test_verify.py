@@ -142,6 +142,7 @@ def exit_code(arguments):
         ),
         ([DEBUG, "--layouts", "tp=two"], r"'tp=two' is not a degree"),
         ([DEBUG, "--layouts=tp=3"], r"parallelism.tensor_parallel_degree = 3 "),
+        ([DEBUG, "--layouts", "tp=3", "tp=5"], r"none of these layouts is possible"),
         ([DEBUG, "--layouts=dp_shard=2,ep=2"], r"ep = 2 has no effect with model.name = .llama3"),
         (
             [RECIPES / "qwen3_moe_debug.toml", "--layouts=ep=2"],
