@@ -2,7 +2,7 @@
 gradient of the first step.
 
 Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its norm
-(tools/verify.py), measured 1e-7 and 1e-6; bfloat16 weights against float32 ones: 2e-3 and 5e-2.
+(tools/verify/compare.py), measured 1e-7 and 1e-6; bfloat16 weights against float32 ones: 2e-3 and 5e-2.
 """
 
 import functools

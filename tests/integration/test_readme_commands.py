@@ -271,7 +271,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             f"{PREPARE} train_configs/my_run.toml {BOOKS}",
-            "titan-lite plan train_configs/my_run.toml --world-size 8 --hardware h100",
+            "titan-lite plan train_configs/my_run.toml --hardware h100",
             "titan-lite verify train_configs/my_run.toml",
             "CONFIG_FILE=train_configs/my_run.toml ./run_train.sh",
             "titan-lite report outputs/my_run",

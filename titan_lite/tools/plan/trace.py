@@ -165,25 +165,32 @@ def submit_traces(
     full: trace every depth of the layout; shared: tasks of earlier layouts, reused for equal
     stages.
     """
-    depths_of: dict[StageModules, set[int]] = defaultdict(set)
-    kinds_of: dict[StageModules, frozenset[str]] = defaultdict(frozenset)  # as in `backwards_of`
-    backwards = backwards_of(layout.config.parallelism, layout.pipeline)
-    for modules, kinds in zip(layout.pipeline.modules, backwards, strict=True):
-        beside = modules_beside_blocks(modules)
-        depths_of[beside].add(blocks_in(modules))
-        kinds_of[beside] |= kinds
     tasks: dict[StageModules, dict[int, Future[TracedStage]]] = defaultdict(dict)
-    for beside, depths in depths_of.items():
+    for beside, (depths, kinds) in kinds_of_stages(layout.config, layout.pipeline).items():
         pair = None if full else depths_to_trace(layout.config)
         if pair is not None and max(depths) > pair[1]:
-            depths = {depth for depth in depths if depth < pair[0]}.union(pair)
+            depths = frozenset(depth for depth in depths if depth < pair[0]).union(pair)
         for depth in sorted(depths, reverse=True):  # the longest first
-            kinds = kinds_of[beside]
             key = (trace_key(layout), beside, kinds, depth)
             if key not in shared:
                 shared[key] = processes.submit(trace_stage, layout, beside, kinds, depth, machine)
             tasks[beside][depth] = shared[key]
     return tasks
+
+
+def kinds_of_stages(
+    config: Config, pipeline: PipelineSchedule
+) -> dict[StageModules, tuple[frozenset[int], frozenset[str]]]:
+    """Return by a stage's modules beside blocks: its numbers of blocks, and its kinds of backward
+    (`backwards_of`).
+    """
+    found: dict[StageModules, tuple[frozenset[int], frozenset[str]]] = {}
+    backwards = backwards_of(config.parallelism, pipeline)
+    for modules, kinds in zip(pipeline.modules, backwards, strict=True):
+        beside = modules_beside_blocks(modules)
+        depths, others = found.get(beside, (frozenset(), frozenset()))
+        found[beside] = (depths | {blocks_in(modules)}, others | kinds)
+    return found
 
 
 # sections that graphs do not depend on, beside what the layout has of them

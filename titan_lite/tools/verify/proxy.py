@@ -7,8 +7,8 @@
 
 A proxy keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation
 checkpointing, compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the
-model to the debug flavor, degrees to 2 or a little more, the batch to a few short sequences; layers
-are split evenly, and graphs run as traced, without Inductor.
+model to the debug flavor, degrees to 2 or a little more, the batch to a few short sequences; graphs
+run as traced, without Inductor.
 """
 
 import dataclasses

@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,9 @@ from titan_lite.config import KEYS_OF_MODULES, Config
 from titan_lite.config.families import FAMILIES, ModelConfig
 from titan_lite.distributed.layout import DEGREES, Layout
 from titan_lite.distributed.parallelize import kept_gathered
-from titan_lite.distributed.pipeline_schedule import backwards_of
 from titan_lite.feature import features_of, low_precision
 from titan_lite.sharding import chunk_size
-from titan_lite.tools.plan.trace import blocks_in, checkpointing_period, modules_beside_blocks
+from titan_lite.tools.plan.trace import blocks_in, checkpointing_period, kinds_of_stages
 from titan_lite.tools.verify.specification import document_starts
 
 BLOCKS = 2  # of a stage: the first and the last one, and what is between two
@@ -135,20 +133,14 @@ def _chain_of(config: Config, real: Layout) -> tuple[list[list[str]], list[froze
     """Return the modules of each kind of stage, with blocks numbered through, and its kinds of
     backward.
     """
-    kinds: dict[tuple[str, ...], frozenset[str]] = defaultdict(frozenset)
-    has_blocks: dict[tuple[str, ...], bool] = {}
-    backwards = backwards_of(config.parallelism, real.pipeline)
-    for modules, own in zip(real.pipeline.modules, backwards, strict=True):
-        beside = modules_beside_blocks(modules)
-        kinds[beside] |= own
-        has_blocks[beside] = blocks_in(modules) > 0
+    stages = kinds_of_stages(config, real.pipeline)
     blocks = min(LARGEST_BLOCKS, max(BLOCKS, checkpointing_period(config)))
     numbers = itertools.count()
     chain = []
-    for beside in kinds:
-        layers = [f"layers.{next(numbers)}" for _ in range(blocks if has_blocks[beside] else 0)]
+    for beside, (depths, _) in stages.items():
+        layers = [f"layers.{next(numbers)}" for _ in range(blocks if max(depths) else 0)]
         chain.append([*beside, *layers])
-    return chain, list(kinds.values())
+    return chain, [backwards for _, backwards in stages.values()]
 
 
 def _batch(config: Config, real: Layout, model: ModelConfig) -> int:
