@@ -60,11 +60,12 @@ BENEATH = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"), "<")
 @contextmanager
 def _fake_world(world_size: int, rank: int) -> Iterator[None]:
     """Return a context in which this process is a rank of a fake process group."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with replaced(sys, "excepthook", sys.excepthook):  # torch's would name this rank for ever
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
