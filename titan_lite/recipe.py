@@ -85,20 +85,31 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     options, overrides = build_parser().parse_with_overrides(arguments)
     config, wrong = read_config(options.recipe, overrides)
-    ranks = options.world_size
-    if ranks:
-        check_world(config, ranks, wrong)
-        checked = f"right at world size {ranks}, with its tokenizer and data"
-    elif wrong or options.print_config or not (ranks := own_ranks(config, options.recipe)):
-        rules.check_keys(config, wrong)
-        checked = "its keys are right; --world-size N checks its layout, tokenizer and data, too"
+    if options.world_size:
+        check_world(config, options.world_size, wrong)
     else:
-        rules.check_keys(config, wrong, ranks)
-        checked = (
-            f"right at world size {ranks}; --world-size {ranks} checks its tokenizer and data, too"
+        rules.check_keys(config, wrong)
+    if options.print_config:
+        print(to_toml(config, origins=True))
+    elif options.world_size:
+        print(
+            f"{options.recipe}: right at world size {options.world_size}, with tokenizer and data"
         )
-    print(to_toml(config, origins=True) if options.print_config else f"{options.recipe}: {checked}")
+    else:
+        print(f"{options.recipe}: {check_own_layout(config, options.recipe)}")
     return 0
+
+
+def check_own_layout(config: Config, recipe: str) -> str:
+    """Check the layout on the ranks that a recipe is for, and return what was checked, in words.
+
+    Raises ConfigError.
+    """
+    ranks = own_ranks(config, recipe)
+    if not ranks:
+        return "its keys are right; --world-size N checks its layout, tokenizer and data, too"
+    rules.check_keys(config, world_size=ranks)
+    return f"right at world size {ranks}; --world-size {ranks} checks its tokenizer and data, too"
 
 
 def own_ranks(config: Config, recipe: str) -> int:

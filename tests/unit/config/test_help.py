@@ -155,6 +155,6 @@ def test_what_was_checked_of_a_right_recipe_is_told(monkeypatch, tmp_path, capsy
     assert "does not divide the 128 attention heads" in capsys.readouterr().err
     monkeypatch.setenv("LOG_RANK", "3")
     assert main(["--world-size", "4", DEBUG]) == 0
-    assert "right at world size 4, with its tokenizer and data" in capsys.readouterr().out
+    assert "right at world size 4, with tokenizer and data" in capsys.readouterr().out
     assert main([DEBUG, "--world-size", "2"]) == 2
     assert capsys.readouterr().err.startswith("error: LOG_RANK=3: use ranks below 2")

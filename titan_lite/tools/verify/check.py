@@ -172,7 +172,10 @@ class Check:
         degrees = {**self.layout.degrees, "ep": self.layout.expert_parallel}
         self.places = [Place(degrees, self.ranks.by_axis(rank)) for rank in self.ranks]
         self.styles = find_family(self.layout.model.family).styles
-        self.stages: list[StageVariants] = []
+        # set by `compute_reference`
+        self.alone: Transformer  # the plain model
+        self.reference: tuple[Tensor, dict[str, Tensor]]  # its loss and gradients
+        self.stages: list[StageVariants] = []  # set by `trace`
         self.watcher: KnownValues | WatchedValues | None = None
         # tensors of a rank that several ranks share, by what they depend on
         self.shared: dict[Any, Tensor] = {}

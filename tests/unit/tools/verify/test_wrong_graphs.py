@@ -22,7 +22,6 @@ from titan_lite.tools.verify.ranks import Divergence, Ranks
 from titan_lite.tools.verify.variants import FittedVariant, check_equal, check_waits
 
 RANKS = Ranks(("tp",), (2,))
-wait = collectives.wait_tensor.default
 
 
 def graph_of(*operators):
@@ -38,8 +37,9 @@ def graph_of(*operators):
 
 SUM = (collectives.all_reduce.default, "sum", "tp")
 LARGEST = (collectives.all_reduce.default, "max", "tp")
-WAIT = (wait,)
+WAIT = (collectives.wait_tensor.default,)
 DOUBLED = (torch.ops.aten.mul.Tensor, 2)
+TRIPLED = (torch.ops.aten.mul.Tensor, 3)
 
 
 def traced(*operators, group=(0, 1)):
@@ -74,15 +74,15 @@ def test_ranks_in_different_groups_are_a_difference():
 
 
 @pytest.mark.parametrize(
-    ("of_rank", "words"),
+    ("operators", "group", "words"),
     [
-        (dict(operators=[DOUBLED, DOUBLED]), "has other operators"),
-        (dict(operators=[(torch.ops.aten.mul.Tensor, 3), SUM, WAIT]), r"has \[3\], not \[2\]"),
-        (dict(operators=[DOUBLED, SUM, WAIT], group=(0,)), r"is over ranks \[0\]"),
+        ([DOUBLED, DOUBLED], (0, 1), "has other operators"),
+        ([TRIPLED, SUM, WAIT], (0, 1), r"has \[3\], not \[2\]"),
+        ([DOUBLED, SUM, WAIT], (0,), r"is over ranks \[0\]"),
     ],
 )
-def test_a_rank_that_is_not_as_fitted_is_a_difference(of_rank, words):
-    rank = traced(*of_rank.pop("operators"), **of_rank)
+def test_a_rank_that_is_not_as_fitted_is_a_difference(operators, group, words):
+    rank = traced(*operators, group=group)
     with pytest.raises(Divergence, match=words):
         check_equal("rank 1: forward", variant(DOUBLED, SUM, WAIT), rank, "forward")
 
